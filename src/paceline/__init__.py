@@ -1,0 +1,1 @@
+"""Train PyTorch models across whatever machines you have."""

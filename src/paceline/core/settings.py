@@ -1,0 +1,42 @@
+"""What a launcher or `join()` decides for the whole run. Every member gets the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from paceline.core.errors import ConfigError, nearest
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a run; `with_` gives a copy in which some are replaced, and refuses unknown names."""
+
+    name: str = ""  # of the run; "" makes one from the script and the time
+    root: str = "runs"  # where run directories live
+    strategy: str = "allreduce"
+    transport: str = "auto"  # auto, gloo, nccl
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    seed: int = 0
+    fresh: bool = False  # start over although the run has checkpoints
+    checkpoint_every_s: float = 300.0  # besides the one at the end of each epoch; 0: only those
+    checkpoint_keep: int = 3  # 0: write none
+    join_limit_s: float = 120.0  # how long to wait for all members to arrive
+    wait_limit_s: float = 300.0  # how long any later wait for another member may last
+    progress: str = "auto"  # auto, rich, plain, off
+    check_finite: bool = False  # stop on a gradient that is not finite, naming the member and parameter
+
+    def with_(self, **changes: Any) -> Settings:
+        """A copy with `changes`; an unknown name or a value of the wrong type is a ConfigError.
+
+        >>> Settings().with_(seed=3).seed
+        3
+        """
+        known = {f: getattr(self, f) for f in self.__struct_fields__}
+        for key in changes:
+            if key not in known:
+                raise ConfigError(f"unknown setting {key!r}: {nearest(key, known)}")
+        try:
+            return msgspec.convert(known | changes, Settings)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"bad setting: {error}") from None

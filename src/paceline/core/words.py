@@ -1,0 +1,57 @@
+"""Objects written as words: `topk(0.01)` on the command line is `TopK(0.01)` in Python."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from paceline.core.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
+    """Make the object that `text` names out of `known`.
+
+    >>> build("complex(imag=2)", {"complex": complex}, "number")
+    2j
+    >>> build("compelx", {"complex": complex}, "number")
+    Traceback (most recent call last):
+      ...
+    paceline.core.errors.ConfigError: unknown number 'compelx': did you mean 'complex'?
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)") from None
+    if isinstance(tree, ast.Name):
+        name, args, keywords = tree.id, [], []
+    elif isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+        name, args, keywords = tree.func.id, tree.args, tree.keywords
+    else:
+        raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)")
+    if name not in known:
+        raise ConfigError(f"unknown {kind} {name!r}: {nearest(name, known)}")
+    make = known[name]
+    try:
+        positional = [ast.literal_eval(a) for a in args]
+        named = {k.arg: ast.literal_eval(k.value) for k in keywords if k.arg}
+    except ValueError:
+        raise ConfigError(f"{kind} {text!r}: values must be plain numbers or quoted strings") from None
+    allowed = _parameters(make)
+    for key in named:
+        if allowed and key not in allowed:
+            raise ConfigError(f"{kind} {name!r} has no option {key!r}: {nearest(key, allowed)}")
+    try:
+        return make(*positional, **named)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {text!r}: {error}") from None
+
+
+def _parameters(make: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(make).parameters)
+    except ValueError:  # a builtin without a signature
+        return []
