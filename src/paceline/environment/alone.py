@@ -1,0 +1,11 @@
+"""Nobody started this process for us: a run of one, as in `python train.py` or a notebook cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.environment.place import Place, this_host
+
+
+def detect(env: Mapping[str, str]) -> Place:
+    return Place(kind="alone", host=this_host())

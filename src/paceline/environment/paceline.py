@@ -1,0 +1,55 @@
+"""Started by `paceline run`: the launcher says who we are and where the rendezvous is.
+
+Only what is needed to meet travels this way; the settings of the run come with the rendezvous's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.core.errors import ConfigError
+from paceline.environment.place import Place, below, given, this_host, whole
+
+VARIABLES = (
+    "PACELINE_RANK",
+    "PACELINE_SIZE",
+    "PACELINE_LOCAL_RANK",
+    "PACELINE_LOCAL_SIZE",
+    "PACELINE_RENDEZVOUS",
+    "PACELINE_TOKEN",
+)
+_STARTER = "paceline run"
+
+
+def detect(env: Mapping[str, str]) -> Place | None:
+    if not any(env.get(v) for v in VARIABLES):
+        return None
+    rendezvous = given(env, "PACELINE_RENDEZVOUS", _STARTER)
+    ip, _, port = rendezvous.rpartition(":")
+    if not ip or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"PACELINE_RENDEZVOUS={rendezvous!r} must be an address and a port, such as 127.0.0.1:29400; "
+            f"{_STARTER} sets it, so do not set it by hand"
+        )
+    place = Place(
+        kind="paceline",
+        rank=whole(env, "PACELINE_RANK", _STARTER),
+        size=whole(env, "PACELINE_SIZE", _STARTER, least=1),
+        local_rank=whole(env, "PACELINE_LOCAL_RANK", _STARTER),
+        local_size=whole(env, "PACELINE_LOCAL_SIZE", _STARTER, least=1),
+        host=this_host(),
+        rendezvous=rendezvous,
+        token=given(env, "PACELINE_TOKEN", _STARTER),
+    )
+    return below(place, "PACELINE_{}RANK", "PACELINE_{}SIZE")
+
+
+def variables(place: Place) -> dict[str, str]:
+    """What `detect` reads, for the launcher to set.
+
+    >>> place = Place(kind="paceline", rank=1, size=2, host=this_host(), rendezvous="127.0.0.1:9", token="t")
+    >>> detect(variables(place)) == place
+    True
+    """
+    values = (place.rank, place.size, place.local_rank, place.local_size, place.rendezvous, place.token)
+    return dict(zip(VARIABLES, map(str, values), strict=True))

@@ -1,0 +1,93 @@
+"""A place: where this process stands among the others, as its starter told it through the environment.
+
+Made by one of the modules beside this one, read by `membership.meet` and by the run. It holds what is known
+before anyone has been met; who the others are is a view, which comes later.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from paceline.core.errors import ConfigError
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Which member this process is, and where the members meet."""
+
+    kind: str  # alone, paceline, torchrun
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = ""  # the same for members that share memory and loopback; see `this_host`
+    rendezvous: str = ""  # "ip:port"; only for kind "paceline"
+    token: str = ""  # of the run; only for kind "paceline"
+
+
+@functools.cache
+def this_host() -> str:
+    """A name for what this process can reach through shared memory and loopback.
+
+    Two network namespaces of one machine count as two hosts, and so do two machines that share a host name.
+    """
+    parts = [os.uname().nodename]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8])
+        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
+    except OSError:  # no /proc: the host name must do
+        pass
+    return "-".join(parts)
+
+
+def whole(env: Mapping[str, str], variable: str, starter: str, least: int = 0) -> int:
+    """The whole number in `variable`, which `starter` must have set.
+
+    >>> whole({"RANK": "3"}, "RANK", "torchrun")
+    3
+    """
+    text = given(env, variable, starter)
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise ConfigError(
+            f"{variable}={text!r} must be a whole number of at least {least}; "
+            f"{starter} sets it, so do not set it by hand"
+        )
+    return value
+
+
+def given(env: Mapping[str, str], variable: str, starter: str) -> str:
+    """The text in `variable`, which `starter` must have set."""
+    text = env.get(variable, "")
+    if not text:
+        raise ConfigError(
+            f"{variable} is not set although other variables of {starter} are: "
+            f"start the script with {starter}, or unset them all to run it alone"
+        )
+    return text
+
+
+def below(place: Place, rank: str, size: str) -> Place:
+    """The place, if its ranks lie below its sizes; `rank` and `size` name the variables in the message."""
+    for mine, bound, prefix in (
+        (place.rank, place.size, ""),
+        (place.local_rank, place.local_size, "LOCAL_"),
+    ):
+        if mine >= bound:
+            raise ConfigError(
+                f"{rank.format(prefix)}={mine} must be below {size.format(prefix)}={bound}: "
+                f"check what started this process"
+            )
+    if place.local_size > place.size:
+        raise ConfigError(
+            f"{size.format('LOCAL_')}={place.local_size} exceeds {size.format('')}={place.size}: "
+            f"check what started this process"
+        )
+    return place

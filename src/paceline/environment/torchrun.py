@@ -1,0 +1,30 @@
+"""Started by torchrun, or by anything that sets the same variables for `env://`.
+
+The members then meet in torch.distributed's store at MASTER_ADDR:MASTER_PORT, which torchrun keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.environment.place import Place, below, given, this_host, whole
+
+_STARTER = "torchrun"
+# MASTER_ADDR alone means nothing: some sites export it in every shell.
+_TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+
+
+def detect(env: Mapping[str, str]) -> Place | None:
+    if not any(env.get(v) for v in _TELLING):
+        return None
+    given(env, "MASTER_ADDR", _STARTER)
+    whole(env, "MASTER_PORT", _STARTER)
+    place = Place(
+        kind="torchrun",
+        rank=whole(env, "RANK", _STARTER),
+        size=whole(env, "WORLD_SIZE", _STARTER, least=1),
+        local_rank=whole(env, "LOCAL_RANK", _STARTER),
+        local_size=whole(env, "LOCAL_WORLD_SIZE", _STARTER, least=1),
+        host=this_host(),
+    )
+    return below(place, "{}RANK", "{}WORLD_SIZE")
