@@ -1,0 +1,353 @@
+"""A channel: a two-way stream between two members, over TCP; TLS 1.3 as soon as an address is not loopback.
+
+The lowest part of the room; `mesh` makes channels between members, `ring` and the rendezvous use them. A
+channel carries framed messages (`send`, `recv`) and bare bytes whose number both sides know (`send_raw`,
+`recv_raw_into`). One thread may send while another receives; two threads must not do the same thing at
+once.
+
+Closing is the abort: whoever is blocked in the channel, on this side or the other, gets `Interrupted`.
+Every wait has a limit. A framed `recv` that reached its limit may be called again and goes on where it
+stopped; bare bytes and sends that stopped midway leave the stream out of step, so they close the channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+import time
+from typing import TypeAlias
+
+from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
+from paceline.transport import auth, tls
+from paceline.transport.address import is_loopback, join_address, split_address
+from paceline.transport.wire import Wire
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MAX_MESSAGE_BYTES = 1 << 28
+_HEAD = struct.Struct("<Q")
+_ONE_RECORD = 1 << 14  # what TLS puts in one record
+
+
+class Channel:
+    """One connection. `name` says who is at the other end and stands in every error.
+
+    >>> listener = Listener("127.0.0.1", token="t")
+    >>> here = connect(listener.address, token="t", limit_s=5)
+    >>> there = listener.accept(5)
+    >>> here.send(b"pace", b"line")
+    >>> bytes(there.recv(limit_s=5))
+    b'paceline'
+    >>> for each in here, there, listener: each.close()
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        send_limit_s: float = 300.0,
+    ) -> None:
+        self.max_message_bytes = max_message_bytes
+        self.send_limit_s = send_limit_s  # how long the other side may take nothing
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._wire = Wire(sock, name)
+        self._head = bytearray(_HEAD.size)
+        self._body: bytearray | None = None  # None: the head is still to come
+        self._have = 0  # bytes of the head or body that have arrived
+
+    @property
+    def name(self) -> str:
+        return self._wire.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._wire.name = name
+
+    @property
+    def encrypted(self) -> bool:
+        return self._wire.tls
+
+    @property
+    def closed(self) -> bool:
+        return self._wire.closed
+
+    def send(self, *buffers: Buffer) -> None:
+        """Send one framed message, gathered from `buffers`."""
+        views = [memoryview(b).cast("B") for b in buffers]
+        size = sum(len(v) for v in views)
+        if size > self.max_message_bytes:
+            raise ConfigError(
+                f"a message of {size} bytes to {self.name} is longer than max_message_bytes="
+                f"{self.max_message_bytes}: send it in parts, or as bare bytes with send_raw"
+            )
+        views.insert(0, memoryview(_HEAD.pack(size)))
+        if self.encrypted and size <= _ONE_RECORD:
+            views = [memoryview(b"".join(views))]
+        self._send_all([v for v in views if v])
+
+    def recv(self, limit_s: float) -> bytearray:
+        """The next framed message. After TimedOut, call again: nothing that arrived is lost."""
+        deadline = time.monotonic() + limit_s
+        if self._body is None:
+            self._fill(memoryview(self._head), limit_s, deadline)
+            (size,) = _HEAD.unpack(self._head)
+            if size > self.max_message_bytes:
+                self.close()
+                raise Interrupted(
+                    f"{self.name} announced a message of {size} bytes, more than max_message_bytes="
+                    f"{self.max_message_bytes}: the channel was closed"
+                )
+            self._body, self._have = bytearray(size), 0
+        self._fill(memoryview(self._body), limit_s, deadline)
+        message, self._body, self._have = self._body, None, 0
+        return message
+
+    def send_raw(self, view: memoryview) -> None:
+        """Send bytes without a frame; the other side must know their number."""
+        if view:
+            self._send_all([view])
+
+    def try_send_raw(self, view: memoryview) -> int:
+        """Send without a frame what the socket takes at once; the number of bytes that it took."""
+        with self._wire:
+            sent, _ = self._wire.write([view])
+        self.sent_bytes += sent
+        return sent
+
+    def recv_raw_into(self, view: memoryview, limit_s: float) -> None:
+        """Fill `view` with bare bytes. The limit is for a silence: a link that is slow is not a fault."""
+        got = 0
+        with self._wire:
+            while got < len(view):
+                count, event = self._wire.read(view[got:])
+                got += count
+                self.received_bytes += count
+                if not count and not self._wire.wait(event, limit_s):
+                    if got:
+                        self.close()
+                    raise TimedOut(
+                        f"{self.name} sent nothing for {limit_s:g} s ({got} of {len(view)} bytes had come)"
+                    )
+
+    def close(self) -> None:
+        """Close, from any thread and as often as you like; those blocked in the channel get Interrupted."""
+        self._wire.close()
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _send_all(self, views: list[memoryview]) -> None:
+        any_sent = False
+        with self._wire:
+            while views:
+                sent, event = self._wire.write(views)
+                self.sent_bytes += sent
+                any_sent = any_sent or sent > 0
+                if not sent and not self._wire.wait(event, self.send_limit_s):
+                    if any_sent:
+                        self.close()
+                    raise TimedOut(f"{self.name} took no data for {self.send_limit_s:g} s")
+                while sent:
+                    first = views.pop(0)
+                    if sent < len(first):
+                        views.insert(0, first[sent:])
+                    sent -= min(sent, len(first))
+
+    def _fill(self, view: memoryview, limit_s: float, deadline: float) -> None:
+        with self._wire:
+            while self._have < len(view):
+                count, event = self._wire.read(view[self._have :])
+                self._have += count
+                self.received_bytes += count
+                if not count and not self._wire.wait(event, deadline - time.monotonic()):
+                    raise TimedOut(f"no message from {self.name} within {limit_s:g} s")
+
+
+class Listener:
+    """Takes connections from members that hold the token, and from nobody else.
+
+    Each newcomer proves itself in a short thread of its own, so that one that is silent, slow or speaks
+    garbage delays nobody; `refused` counts those. `encrypt` None: TLS for connections that are not loopback;
+    False is for measurements, and the other side must say the same.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        token: str = "",
+        *,
+        port: int = 0,
+        encrypt: bool | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        auth_limit_s: float = 10.0,
+        max_newcomers: int = 256,
+    ) -> None:
+        self.refused = 0
+        self._token = _checked(token)
+        self._encrypt = encrypt
+        self._max_message_bytes = max_message_bytes
+        self._auth_limit_s = auth_limit_s
+        self._max_newcomers = max_newcomers
+        self._newcomers: dict[socket.socket, None] = {}  # in order of arrival
+        self._ready: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._sock = socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on host={host!r} port={port}: {error.strerror or error}"
+            ) from None
+        _tune(self._sock)
+        self.address = join_address(*self._sock.getsockname()[:2])
+        self._thread = threading.Thread(target=self._take, name="paceline-listener", daemon=True)
+        self._thread.start()
+
+    def accept(self, limit_s: float) -> Channel:
+        """The next proven channel. TimedOut after `limit_s`, Interrupted when the listener is closed."""
+        try:
+            channel = self._ready.get(timeout=max(0.0, limit_s))
+        except queue.Empty:
+            raise TimedOut(f"nobody connected to {self.address} within {limit_s:g} s") from None
+        if channel is None:
+            self._ready.put(None)  # for the next one who asks
+            raise Interrupted(f"the listener at {self.address} was closed")
+        return channel
+
+    def close(self) -> None:
+        """Stop listening; channels that nobody has accepted are closed with it."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for sock in self._newcomers:
+                _hang_up(sock)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join()
+        self._sock.close()
+        with contextlib.suppress(queue.Empty):
+            while channel := self._ready.get_nowait():
+                channel.close()
+        self._ready.put(None)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _take(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:  # closed; or out of descriptors, until some newcomers have failed
+                time.sleep(0.01)
+                continue
+            with self._lock:
+                self._newcomers[sock] = None
+                if len(self._newcomers) > self._max_newcomers:
+                    # A flood must not keep members out, and a member proves itself within a moment.
+                    oldest = next(iter(self._newcomers))
+                    del self._newcomers[oldest]
+                    _hang_up(oldest)
+            threading.Thread(target=self._prove, args=(sock,), name="paceline-newcomer", daemon=True).start()
+
+    def _prove(self, sock: socket.socket) -> None:
+        deadline = time.monotonic() + self._auth_limit_s
+        channel: Channel | None = None
+        secured = sock
+        try:
+            sock.setblocking(False)
+            encrypted = self._encrypt
+            if encrypted is None:
+                encrypted = not is_loopback(sock.getsockname()[0])
+            name = join_address(*sock.getpeername()[:2])
+            auth.answer(sock, self._token, encrypted, deadline)
+            if encrypted:
+                secured = tls.secure(sock, self._token, True, deadline)
+            _tune(secured)
+            channel = Channel(secured, name, max_message_bytes=self._max_message_bytes)
+        except (PacelineError, OSError):
+            with self._lock:
+                self.refused += 1
+        with self._lock:
+            self._newcomers.pop(sock, None)
+            if channel is not None and not self._closed:
+                self._ready.put(channel)
+                return
+        sock.close()  # does nothing where TLS has taken the descriptor over
+        secured.close()
+
+
+def connect(address: str, token: str, limit_s: float, *, encrypt: bool | None = None) -> Channel:
+    """Connect to the listener at `address` ("ip:port"), trying again while nobody listens, until the limit.
+
+    AuthError at once where the other side does not hold the token; TimedOut at the limit.
+    """
+    host, port = split_address(address)
+    _checked(token)
+    deadline = time.monotonic() + limit_s
+    pause_s = 0.01
+    while True:
+        sock: socket.socket | None = None
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            sock = socket.create_connection((host, port), timeout=left)
+            if sock.getsockname() == sock.getpeername():
+                # Nobody listens on this port of our own host, and the system lent it to us as the source.
+                raise ConnectionRefusedError("connected to itself")
+            sock.setblocking(False)
+            encrypted = not is_loopback(sock.getpeername()[0]) if encrypt is None else encrypt
+            auth.ask(sock, token, encrypted, deadline, address)
+            if encrypted:
+                sock = tls.secure(sock, token, False, deadline)
+            _tune(sock)
+            return Channel(sock, address)
+        except socket.gaierror as error:
+            raise ConfigError(f"address {address!r}: the host name is not known ({error.strerror})") from None
+        except (OSError, Interrupted) as error:  # not listening yet, or going down: a later try may find it
+            if sock is not None:
+                sock.close()
+            if time.monotonic() + pause_s >= deadline:
+                raise TimedOut(f"could not connect to {address} within {limit_s:g} s: {error}") from None
+        except BaseException:
+            if sock is not None:
+                sock.close()
+            raise
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.25)
+
+
+def _checked(token: str) -> str:
+    if not token:
+        raise ConfigError(
+            "token='': a channel needs the run's token; the launcher makes one (PACELINE_TOKEN)"
+        )
+    return token
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Some systems default to bbr, which costs a bulk stream on a local network 1.4 to 2.8 times the time.
+    # Buffer sizes are left to the kernel: setting one stops its own tuning of that buffer.
+    for name in (b"cubic", b"reno"):
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            break
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
