@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import TypeAlias
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
@@ -199,6 +200,7 @@ class Listener:
         self._max_newcomers = max_newcomers
         self._newcomers: dict[socket.socket, None] = {}  # in order of arrival
         self._ready: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        self._taker: Callable[[Channel], None] | None = None
         self._lock = threading.Lock()
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -223,6 +225,25 @@ class Listener:
             self._ready.put(None)  # for the next one who asks
             raise Interrupted(f"the listener at {self.address} was closed")
         return channel
+
+    def hand_to(self, taker: Callable[[Channel], None]) -> None:
+        """From now on give each channel to `taker`, in a short thread of its own, and none to `accept`."""
+        with self._lock:
+            self._taker = taker
+            waiting = []
+            with contextlib.suppress(queue.Empty):
+                while channel := self._ready.get_nowait():
+                    waiting.append(channel)
+            if self._closed:
+                self._ready.put(None)
+        for channel in waiting:
+            threading.Thread(target=taker, args=(channel,), name="paceline-newcomer", daemon=True).start()
+
+    def stop_handing_to(self, taker: Callable[[Channel], None]) -> None:
+        """Undo `hand_to`, unless somebody else has taken over since."""
+        with self._lock:
+            if self._taker == taker:
+                self._taker = None
 
     def close(self) -> None:
         """Stop listening; channels that nobody has accepted are closed with it."""
@@ -283,11 +304,14 @@ class Listener:
                 self.refused += 1
         with self._lock:
             self._newcomers.pop(sock, None)
-            if channel is not None and not self._closed:
+            wanted, taker = channel is not None and not self._closed, self._taker
+            if wanted and taker is None:
                 self._ready.put(channel)
-                return
-        sock.close()  # does nothing where TLS has taken the descriptor over
-        secured.close()
+        if not wanted:
+            sock.close()  # does nothing where TLS has taken the descriptor over
+            secured.close()
+        elif taker is not None and channel is not None:
+            taker(channel)
 
 
 def connect(address: str, token: str, limit_s: float, *, encrypt: bool | None = None) -> Channel:

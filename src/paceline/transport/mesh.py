@@ -1,0 +1,306 @@
+"""The mesh: channels between the members of one view, made when they are first asked for.
+
+A channel is known by the two ranks and a lane, so that traffic of different kinds never mixes. Whoever
+needs it first dials; where both dial at once the higher rank's connection is kept, so no order of asking
+can deadlock. Connections are taken in the listener's own short threads: a member answers while it computes
+or waits.
+
+That is also how a fault gets its name. A member that waits says for whom (`waiting`). When a wait reaches
+its limit, `culprit` asks along the chain of who waits for whom until it finds the member that does not
+answer or waits for nobody, and `tell` lets the others know before the channels are closed.
+
+A mesh lives as long as its view: connections of an older view are refused, those of a newer one told to try
+again later. The listener belongs to the member and serves the next mesh; `close` leaves it open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
+from paceline.core.view import View
+from paceline.transport.channel import Channel, Listener, connect
+
+_HELLO_LIMIT_S = 10.0  # for the few bytes after the token was proven
+_TRY_LIMIT_S = 2.0  # for one try to connect; between tries a close is noticed
+_ASK_LIMIT_S = 2.0  # a member that lives answers within this, however busy its cores
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Why a lane broke, the same on all of its members."""
+
+    rank: int  # the member at fault
+    reason: str  # what is said of it: "did not answer for 30 s"
+    timed_out: bool
+
+    def error(self, where: str) -> Interrupted:
+        kind = TimedOut if self.timed_out else Interrupted
+        return kind(f"{where}: member {self.rank} {self.reason}")
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    wish: Literal["join", "ask", "tell"]
+    rank: int
+    view: int
+    lane: str
+    fault: Fault | None = None
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    verdict: Literal["welcome", "crossed", "early", "refused"]
+    reason: str = ""
+    waits_for: int | None = None
+    fault: Fault | None = None
+
+
+_hello = msgspec.msgpack.Decoder(_Hello)
+_reply = msgspec.msgpack.Decoder(_Reply)
+_encode = msgspec.msgpack.Encoder().encode
+
+_T = TypeVar("_T")
+
+
+class Mesh:
+    """This member's channels to the others of `view`. `encrypt` as in `Listener`."""
+
+    def __init__(
+        self,
+        view: View,
+        rank: int,
+        token: str,
+        listener: Listener,
+        limit_s: float,
+        *,
+        encrypt: bool | None = None,
+    ) -> None:
+        self.view = view
+        self.rank = rank
+        self.limit_s = limit_s
+        self._members = {member.rank: member for member in view.members}
+        if rank not in self._members:
+            raise ConfigError(f"rank={rank} is not in view {view.number}, which has {sorted(self._members)}")
+        self._token = token
+        self._encrypt = encrypt
+        self._listener = listener
+        self._channels: dict[tuple[int, str], Channel] = {}
+        self._dialing: set[tuple[int, str]] = set()
+        self._opening: set[Channel] = set()  # connected, not yet welcome
+        self._waiting: dict[str, int] = {}
+        self._faults: dict[str, Fault] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+        listener.hand_to(self._welcome)
+
+    def channel(self, rank: int, lane: str) -> Channel:
+        """The channel to a member, made if need be. TimedOut and Interrupted name the member."""
+        key = (rank, lane)
+        deadline = time.monotonic() + self.limit_s
+        with self._changed:
+            channel = self._channels.get(key)
+            if channel is not None and not self._closed:
+                return channel
+            if rank == self.rank or rank not in self._members:
+                raise ConfigError(f"rank={rank}: member {self.rank} has channels to {self._others()}")
+            if key in self._dialing:  # another thread of ours
+                return self._arrival(key, deadline)
+            self._raise_if_closed()
+            self._dialing.add(key)
+        try:
+            return self._dial(key, deadline)
+        finally:
+            with self._changed:
+                self._dialing.discard(key)
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def waiting(self, lane: str, rank: int) -> Iterator[None]:
+        """Say for whom this member waits, to those who ask."""
+        self._waiting[lane] = rank
+        try:
+            yield
+        finally:
+            self._waiting.pop(lane, None)
+
+    def culprit(self, lane: str, rank: int) -> int:
+        """The member at the end of the chain of waits that begins with `rank`: at fault, or out of reach."""
+        seen = {self.rank}
+        while rank not in seen:
+            seen.add(rank)
+            try:
+                reply = self._say(rank, _Hello("ask", self.rank, self.view.number, lane))
+            except PacelineError:
+                return rank
+            if reply.fault is not None:
+                return reply.fault.rank
+            if reply.waits_for is None:
+                return rank
+            rank = reply.waits_for
+        return rank
+
+    def tell(self, lane: str, fault: Fault, ranks: Sequence[int]) -> None:
+        """Note why `lane` broke and let the others know; those that cannot be reached are left out."""
+        with self._changed:
+            fault = self._faults.setdefault(lane, fault)
+        hello = _Hello("tell", self.rank, self.view.number, lane, fault)
+        for rank in ranks:
+            if rank not in (self.rank, fault.rank) and not self._closed:
+                with contextlib.suppress(PacelineError):
+                    self._say(rank, hello)
+
+    def fault(self, lane: str, limit_s: float) -> Fault | None:
+        """Why `lane` broke, as far as anybody has told within the limit."""
+        with self._changed:
+            self._changed.wait_for(lambda: lane in self._faults or self._closed, limit_s)
+            return self._faults.get(lane)
+
+    def close(self) -> None:
+        """Close every channel: the abort. Whoever waits in one, here or elsewhere, gets Interrupted."""
+        self._listener.stop_handing_to(self._welcome)
+        with self._changed:
+            self._closed = True
+            channels = [*self._channels.values(), *self._opening]
+            self._changed.notify_all()
+        for channel in channels:
+            channel.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def sent_bytes(self) -> int:
+        with self._changed:
+            return sum(channel.sent_bytes for channel in self._channels.values())
+
+    # ---- the side that dials
+
+    def _dial(self, key: tuple[int, str], deadline: float) -> Channel:
+        rank, lane = key
+        hello = _Hello("join", self.rank, self.view.number, lane)
+        while True:
+            channel = self._connect(rank, deadline)
+            try:
+                reply = self._exchange(channel, hello, deadline)
+                if reply.verdict == "welcome" and self._keep(key, channel):
+                    return channel
+            except BaseException:
+                channel.close()
+                raise
+            channel.close()
+            if reply.verdict == "refused":
+                raise Interrupted(f"member {rank} refused lane {lane!r}: {reply.reason}")
+            with self._changed:
+                self._raise_if_closed()
+                if reply.verdict == "crossed":
+                    return self._arrival(key, deadline)
+                if time.monotonic() >= deadline:
+                    raise TimedOut(
+                        f"member {rank} did not reach view {self.view.number} in {self.limit_s:g} s"
+                    )
+                self._changed.wait(0.05)  # early: it has not formed this view yet
+
+    def _keep(self, key: tuple[int, str], channel: Channel) -> bool:
+        with self._changed:
+            if self._closed:
+                return False
+            self._channels[key] = channel
+            self._changed.notify_all()
+            return True
+
+    def _say(self, rank: int, hello: _Hello) -> _Reply:
+        deadline = time.monotonic() + _ASK_LIMIT_S
+        with self._connect(rank, deadline) as channel:
+            return self._exchange(channel, hello, deadline)
+
+    def _connect(self, rank: int, deadline: float) -> Channel:
+        address = self._members[rank].address
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                channel = connect(address, self._token, min(left, _TRY_LIMIT_S), encrypt=self._encrypt)
+            except TimedOut as error:
+                self._raise_if_closed()
+                if left > _TRY_LIMIT_S:
+                    continue
+                raise TimedOut(f"member {rank} cannot be reached: {error}") from None
+            channel.name = f"member {rank}"
+            channel.send_limit_s = self.limit_s
+            return channel
+
+    def _exchange(self, channel: Channel, hello: _Hello, deadline: float) -> _Reply:
+        with self._changed:
+            self._raise_if_closed()
+            self._opening.add(channel)
+        try:
+            channel.send(_encode(hello))
+            return _decoded(_reply, channel, deadline - time.monotonic())
+        finally:
+            with self._changed:
+                self._opening.discard(channel)
+
+    # ---- the side that is dialled; runs in the listener's threads
+
+    def _welcome(self, channel: Channel) -> None:
+        try:
+            hello = _decoded(_hello, channel, _HELLO_LIMIT_S)
+            channel.name = f"member {hello.rank}"
+            with self._changed:
+                reply = self._judge(hello)
+                # Sent under the lock, so that it goes before anything that the lane's user sends. It cannot
+                # block: nothing else was sent on this connection.
+                channel.send(_encode(reply))
+                if reply.verdict == "welcome" and hello.wish == "join":
+                    channel.send_limit_s = self.limit_s
+                    self._channels[hello.rank, hello.lane] = channel
+                    self._changed.notify_all()
+                    return
+        except PacelineError:
+            pass  # it went away; if it needs the channel it dials again
+        channel.close()
+
+    def _judge(self, hello: _Hello) -> _Reply:
+        key = (hello.rank, hello.lane)
+        if self._closed or hello.view < self.view.number:
+            return _Reply("refused", f"view {hello.view} is over")
+        if hello.view > self.view.number:
+            return _Reply("early")
+        if hello.rank not in self._members or hello.rank == self.rank:
+            return _Reply("refused", f"rank {hello.rank} is not another member of view {self.view.number}")
+        if hello.wish == "tell" and hello.fault is not None:
+            self._faults.setdefault(hello.lane, hello.fault)
+            self._changed.notify_all()
+        if hello.wish != "join":
+            return _Reply("welcome", "", self._waiting.get(hello.lane), self._faults.get(hello.lane))
+        if key in self._channels or (key in self._dialing and self.rank > hello.rank):
+            return _Reply("crossed")
+        return _Reply("welcome")
+
+    # ---- called with the lock held
+
+    def _arrival(self, key: tuple[int, str], deadline: float) -> Channel:
+        left = max(0.0, deadline - time.monotonic())
+        self._changed.wait_for(lambda: self._closed or key in self._channels, left)
+        self._raise_if_closed()
+        if key not in self._channels:
+            raise TimedOut(f"member {key[0]} did not open lane {key[1]!r} within {self.limit_s:g} s")
+        return self._channels[key]
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise Interrupted(f"the mesh of view {self.view.number} was closed on this side")
+
+    def _others(self) -> list[int]:
+        return sorted(self._members.keys() - {self.rank})
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], channel: Channel, limit_s: float) -> _T:
+    try:
+        return decoder.decode(channel.recv(max(0.0, limit_s)))
+    except msgspec.DecodeError as error:
+        raise Interrupted(f"{channel.name} sent what cannot be read: {error}") from None
