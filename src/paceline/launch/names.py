@@ -1,0 +1,65 @@
+"""The words that settings may be, known without importing what they stand for, so that a typing error costs
+no time.
+
+A test holds each list against the objects themselves.
+"""
+
+from __future__ import annotations
+
+import re
+
+from paceline.core.errors import ConfigError, nearest
+
+STRATEGIES = ("allreduce",)
+TRANSPORTS = ("auto", "gloo", "nccl")
+DEVICES = ("auto", "cpu", "cuda")
+PROGRESS = ("auto", "rich", "plain", "off")
+
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]*")
+
+
+def strategy(text: str) -> str:
+    """`text`, if it begins with the name of a strategy; its arguments are checked when the strategy is made.
+
+    >>> strategy("allreduce")
+    'allreduce'
+    """
+    word = text.partition("(")[0].strip()
+    if word not in STRATEGIES:
+        raise ConfigError(f"unknown strategy {word!r}: {nearest(word, STRATEGIES)}")
+    if "(" in text and not text.rstrip().endswith(")"):
+        raise ConfigError(f"cannot read strategy {text!r}: write it as name or name(key=value)")
+    return text
+
+
+def transport(text: str) -> str:
+    return _one_of(text, TRANSPORTS, "transport")
+
+
+def progress(text: str) -> str:
+    return _one_of(text, PROGRESS, "progress")
+
+
+def device(text: str) -> str:
+    """
+    >>> device("cuda:1")
+    'cuda:1'
+    """
+    if re.fullmatch(r"cuda:\d+", text):
+        return text
+    return _one_of(text, DEVICES, "device")
+
+
+def run(text: str) -> str:
+    """A run's name becomes a directory's."""
+    if not _RUN.fullmatch(text) or len(text) > 200:
+        raise ConfigError(
+            f"name {text!r}: use up to 200 letters, digits and _.-+=@, beginning with a letter or digit"
+        )
+    return text
+
+
+def _one_of(text: str, known: tuple[str, ...], kind: str) -> str:
+    if text not in known:
+        raise ConfigError(f"unknown {kind} {text!r}: {nearest(text, known)}")
+    return text

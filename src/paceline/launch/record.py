@@ -1,0 +1,158 @@
+"""A run's directory and its run.json: that the run exists, who started it, and how it ended.
+
+Written by the launcher, read by `paceline status`. While the run lasts the launcher holds a lock in the
+directory, which the kernel drops when it dies: so nobody has to guess from a process number whether a run
+is still alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from paceline.core.errors import ConfigError
+from paceline.core.settings import Settings
+from paceline.environment import this_host
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What run.json holds."""
+
+    name: str
+    command: list[str]
+    size: int
+    pid: int  # of the launcher
+    host: str
+    started: float  # time.time()
+    members: list[int] = []  # their process numbers, by rank
+    finished: float | None = None
+    exit_code: int | None = None
+
+
+class Record:
+    """The launcher's hold on a run's directory."""
+
+    def __init__(self, settings: Settings, script: str, size: int) -> None:
+        self.dir = _make(Path(settings.root), settings.name, script)
+        self._lock = _lock(self.dir)
+        self.run = Run(
+            name=self.dir.name,
+            command=list(sys.argv),
+            size=size,
+            pid=os.getpid(),
+            host=this_host(),
+            started=time.time(),
+        )
+        for old in (self.dir / "status").glob("rank-*"):  # of members that are gone
+            old.unlink(missing_ok=True)
+        if settings.fresh:
+            for old in (self.dir / "logs").glob("rank-*.log"):
+                old.unlink(missing_ok=True)
+        self._write()
+
+    def started(self, members: list[int]) -> None:
+        self.run = msgspec.structs.replace(self.run, members=members)
+        self._write()
+
+    def finish(self, exit_code: int) -> None:
+        self.run = msgspec.structs.replace(self.run, finished=time.time(), exit_code=exit_code)
+        with contextlib.suppress(OSError):  # a full disk: the run is over all the same
+            self._write()
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._lock)
+
+    def _write(self) -> None:
+        part = self.dir / f".run.json.{os.getpid()}"
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(self.run)) + b"\n")
+        part.replace(self.dir / "run.json")
+
+
+def read(directory: Path) -> Run | None:
+    """What is known of the run in this directory; None where it is not one."""
+    try:
+        return msgspec.json.decode((directory / "run.json").read_bytes(), type=Run)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def is_running(directory: Path) -> bool:
+    """Whether a launcher holds this run."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def check_unfinished(settings: Settings) -> None:
+    """ConfigError if the run that `settings` name has ended well: there is nothing to go on with."""
+    run = read(Path(settings.root, settings.name)) if settings.name else None
+    if run and run.exit_code == 0 and not settings.fresh:
+        raise ConfigError(
+            f"run {settings.name!r} has finished: start it over with --fresh, or give another --name"
+        )
+
+
+def new_name(script: str, now: float) -> str:
+    """A name from the script and the time.
+
+    >>> new_name("examples/my digits.py", 0.0).startswith("my-digits-19")
+    True
+    """
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(script).stem).strip("-") or "run"
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M', time.localtime(now))}"
+
+
+def _make(root: Path, name: str, script: str) -> Path:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if name:
+            (root / name).mkdir(exist_ok=True)
+            return root / name
+        base = new_name(script, time.time())
+        for number in range(1, 10_000):
+            directory = root / (base if number == 1 else f"{base}-{number}")
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir()  # by one launcher only, even if two start in the same minute
+                return directory
+        raise ConfigError(f"root={str(root)!r} holds too many runs of {script!r}: give a --name")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make a run directory in root={str(root)!r}: {error.strerror}; "
+            f"run from a directory that you may write to, or give another --root"
+        ) from None
+
+
+def _lock(directory: Path) -> int:
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    for _ in range(20):  # `is_running` holds it for a moment
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        time.sleep(0.01)
+    os.close(descriptor)
+    run = read(directory)
+    raise ConfigError(
+        f"run {directory.name!r} is already running{f' (launcher: process {run.pid})' if run else ''}: "
+        f"stop it first, or give another --name"
+    )

@@ -1,0 +1,258 @@
+"""The agent of a host: starts its members, watches them, passes on what they print, and leaves nothing
+behind.
+
+Runs in the launcher's process, on one thread that lives as long as the members. It knows nothing of
+training: a busy member cannot look dead to it, since it watches processes and not their answers.
+
+When a member fails, the others are given a moment to notice and end by themselves, so that their last words
+are their own; then they get SIGTERM, and SIGKILL if they are still there some seconds later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import PacelineError
+from paceline.membership import tether
+from paceline.membership.process import Process, Show, Start
+
+_TICK_S = 0.05  # a dead process is known within this time
+
+# What a member says when it ends because another one did: it is not the one to blame.
+_FOLLOWED = re.compile(r"paceline\.core\.errors\.Interrupted:|.*Connection (closed|reset) by peer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How one member ended."""
+
+    rank: int
+    code: int  # negative: the signal that killed it
+    seconds: float
+    tail: tuple[str, ...]  # its last lines
+    asked: bool  # whether it had been told to stop
+    at: float  # time.monotonic()
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 and not self.asked
+
+    @property
+    def followed(self) -> bool:
+        """Whether its last words say that it ended because another member did."""
+        return any(_FOLLOWED.match(line) for line in self.tail)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How all of them ended, in the order of ranks."""
+
+    ended: tuple[Ended, ...]
+    stopped_by: int = 0  # the signal with which `stop` was called
+
+    @property
+    def first_failed(self) -> Ended | None:
+        """The failure to blame: the earliest that did not follow from another's."""
+        failed = [e for e in self.ended if e.failed]
+        return min(failed, key=lambda e: (e.followed, e.at), default=None)
+
+    @property
+    def code(self) -> int:
+        """The exit code of the whole, as a shell counts."""
+        if self.stopped_by:
+            return 128 + self.stopped_by
+        if first := self.first_failed:
+            return first.code if first.code > 0 else 128 - first.code
+        return 0
+
+
+class Agent:
+    """Runs the members of one host to their end."""
+
+    def __init__(
+        self,
+        starts: Sequence[Start],
+        show: Show,
+        *,
+        logs: Path | None = None,
+        notice_s: float = 1.5,  # for the others to notice a failure
+        grace_s: float = 5.0,  # between SIGTERM and SIGKILL
+        on_started: Callable[[list[int]], None] = lambda pids: None,
+        on_ended: Callable[[int, int], None] = lambda rank, code: None,
+    ) -> None:
+        self._starts = starts
+        self._show = show
+        self._logs = logs
+        self._notice_s = notice_s
+        self._grace_s = grace_s
+        self._on_started = on_started
+        self._on_ended = on_ended
+        self._lock = threading.Lock()
+        self._processes: list[Process] = []
+        self._asked: set[int] = set()  # ranks that were told to stop while they ran
+        self._failed_at: float | None = None
+        self._asked_at: float | None = None
+        self._killed = False
+        self._stopped_by = 0
+        self._over = False
+
+    def run(self) -> Outcome:
+        """Start the members and stay until all have ended.
+
+        The kernel ties the members to the thread that calls this, so they cannot outlive it.
+        """
+        selector = selectors.DefaultSelector()
+        with _Guard() as guard:
+            try:
+                self._start_all(selector, guard)
+                while not all(p.finished for p in self._processes):
+                    self._turn(selector, guard)
+            finally:
+                for process in self._processes:
+                    process.signal(signal.SIGKILL)
+                while not all(p.finished for p in self._processes):  # only after an error of our own
+                    for process in self._processes:
+                        process.poll(lambda descriptor: None)
+                    time.sleep(_TICK_S)
+                selector.close()
+        with self._lock:
+            self._over = True
+        return Outcome(tuple(self._ending(p) for p in self._processes), self._stopped_by)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Ask all to stop; a second time, kill them. May be called from any thread; `number` says why."""
+        with self._lock:
+            if self._over:
+                return
+            again, self._stopped_by = bool(self._stopped_by), self._stopped_by or number
+        if again:
+            self._kill()
+        else:
+            self._ask()
+
+    def kill(self, rank: int, number: int) -> None:
+        """Send a signal to one member."""
+        self._processes[rank].signal(number)
+
+    def resize(self) -> None:
+        """Our terminal has another size."""
+        for process in list(self._processes):
+            process.resize()
+
+    def _start_all(self, selector: selectors.BaseSelector, guard: _Guard) -> None:
+        for start in self._starts:
+            if self._stopped_by:
+                break
+            log = self._logs / f"rank-{start.rank}.log" if self._logs else None
+            try:
+                process = Process(start, self._show, log)
+            except OSError as error:
+                raise PacelineError(
+                    f"cannot start member {start.rank}: {error}; `paceline doctor` looks at memory and limits"
+                ) from error
+            guard.add(process.pid)
+            with self._lock:
+                self._processes.append(process)
+            for descriptor in process.streams:
+                selector.register(descriptor, selectors.EVENT_READ, (len(selector.get_map()), process))
+        if self._stopped_by:  # between one start and the next
+            self._ask()
+        self._on_started([p.pid for p in self._processes])
+
+    def _turn(self, selector: selectors.BaseSelector, guard: _Guard) -> None:
+        if selector.get_map():
+            # In the order of registration: what a member printed comes before the trace that it died with.
+            for key, _ in sorted(selector.select(_TICK_S), key=lambda ready: ready[0].data[0]):
+                process = key.data[1]
+                if not process.pump(key.fd):
+                    selector.unregister(key.fd)
+                    process.close(key.fd)
+        else:
+            time.sleep(_TICK_S)
+        for process in self._processes:
+            was_finished = process.finished
+            if process.poll(selector.unregister):
+                assert process.code is not None
+                if process.code and process.rank not in self._asked and self._failed_at is None:
+                    self._failed_at = time.monotonic()
+                self._on_ended(process.rank, process.code)
+            if process.finished and not was_finished:
+                guard.discard(process.pid)
+        now = time.monotonic()
+        if self._failed_at and not self._asked_at and now - self._failed_at >= self._notice_s:
+            self._ask()
+        if self._asked_at and not self._killed and now - self._asked_at >= self._grace_s:
+            self._kill()
+
+    def _ask(self) -> None:
+        self._send(signal.SIGTERM)
+        self._asked_at = self._asked_at or time.monotonic()
+
+    def _kill(self) -> None:
+        self._killed = True
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        with self._lock:
+            for process in self._processes:
+                if process.code is None:
+                    self._asked.add(process.rank)
+                    process.signal(number)
+
+    def _ending(self, process: Process) -> Ended:
+        assert process.code is not None
+        return Ended(
+            rank=process.rank,
+            code=process.code,
+            seconds=process.ended - process.began,
+            tail=tuple(process.tail),
+            asked=process.rank in self._asked,
+            at=process.ended,
+        )
+
+
+class _Guard:
+    """The process that kills what is left when this one is killed; see `tether`."""
+
+    def __init__(self) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", tether.__file__, "guard"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def add(self, group: int) -> None:
+        self._tell(f"+{group}\n")
+
+    def discard(self, group: int) -> None:
+        self._tell(f"-{group}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # someone killed it; the kernel's tie still holds
+            self._popen.stdin.write(line.encode())
+
+    def __enter__(self) -> _Guard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        try:
+            self._popen.wait(5)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
