@@ -1,0 +1,173 @@
+"""The loader: this member's batches of a dataset, fetched ahead, counted, resumable.
+
+The user iterates it, `run.loader` makes it. A `Loader` knows the dataset and how far the epoch has come; one
+iteration is a `Batches`. Batches are counted where they are handed out: what was only fetched ahead is not
+consumed.
+
+An iteration begins where the loaded state says, else at the start of the epoch. Iterating again without
+`set_epoch` is the next epoch, so that a bare loop over a loader sees a new order each time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from operator import index
+from typing import Any
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.data.batches import Batches
+from paceline.data.fetch import Collate
+from paceline.data.files import Agree
+from paceline.data.partition import ByFile, Partition
+from paceline.data.source import Feed, Terms, source_of
+
+
+class Loader:
+    """Iterates over this member's share of `dataset`.
+
+    batch_size, rank, size: a global batch is `batch_size` samples on each of `size` members.
+    seed: decides the order, with the epoch, and what the dataset draws.
+    device: batches are copied there ahead of use.
+    partition: who gets which samples; without one, all members share one order, shuffled or not.
+    drop_last: leave out the last, shorter global batch.
+    workers, prefetch: worker processes, and how many batches may be fetched ahead (at least one per worker).
+    pad: a member that has run out before others gets fillers, with `last_real` 0, so that all loops end at
+        the same step. Without it only real samples are handed out, for evaluation.
+    agree: all-gather of one number, for `ByFile`.
+    draw: called with (real samples, batch_size) as each batch is handed out.
+    on_note: called with what the user should know.
+
+    >>> loader = Loader(torch.arange(5), batch_size=2, rank=1, size=2, shuffle=False)
+    >>> [batch.tolist() for batch in loader], len(loader)
+    ([[1, 3], [3]], 2)
+    >>> loader.last_real, loader.state_dict()["consumed"]
+    (0, 5)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        partition: Partition | ByFile | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        workers: int = 0,
+        prefetch: int = 2,
+        pad: bool = True,
+        collate: Collate | None = None,
+        agree: Agree | None = None,
+        draw: Callable[[int, int], None] | None = None,
+        on_note: Callable[[str], None] | None = None,
+    ) -> None:
+        for name, value in {"workers": workers, "prefetch": prefetch}.items():
+            if value < 0:
+                raise ConfigError(f"{name}={value}: must be 0 or more")
+        self.terms = Terms(
+            batch_size=index(batch_size),
+            rank=rank,
+            size=size,
+            partition=partition,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            pad=pad,
+            collate=collate,
+        )
+        self.source = source_of(dataset, self.terms, agree)
+        self.dataset, self.batch_size, self.seed, self.epoch = dataset, self.terms.batch_size, seed, 0
+        self.device = torch.device(device) if device is not None else None
+        self.workers, self.prefetch, self.draw = workers, prefetch, draw
+        self.wait_s = 0.0  # how long the consumer has waited for batches, over all iterations
+        self.last_real = 0  # real samples in the batch handed out last
+        self._on_note = on_note
+        self._noted: set[str] = set()
+        self._loaded: dict[str, Any] = {}  # the state that was loaded, until its epoch is over
+        self._feed: Feed | None = None  # the newest iteration's
+        self._begun = False
+        self._live: weakref.WeakSet[Batches] = weakref.WeakSet()
+        if workers and self.source.in_memory:
+            self.workers = 0
+            self.note(
+                "workers has no effect: the dataset is made of tensors, which are quicker to index here"
+            )
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch; a TypeError where only reading the data can tell."""
+        batches = self.source.batches
+        if batches is None:
+            raise TypeError(f"the length of a loader over {type(self.dataset).__name__} is not known")
+        return batches
+
+    def __iter__(self) -> Batches:
+        if self._begun:
+            self.epoch += 1
+            self._begun = False
+        self._feed = self.source.begin(self.seed, self.epoch, self._start())
+        batches = Batches(self, self._feed)
+        self._live.add(batches)
+        return batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`; a loaded state of the same epoch still decides where."""
+        self.epoch, self._begun, self._feed = epoch, False, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the user has come, in plain numbers and words; the same on all members."""
+        body = self._feed.state() if self._feed else self._start()
+        return {"consumed": 0} | body | {"epoch": self.epoch, "seed": self.seed} | self._fingerprint()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that was saved by any number of members."""
+        for key, now in self._fingerprint().items():
+            if key not in state or state[key] != now:
+                raise ConfigError(
+                    f"the loader's saved state has {key}={state.get(key)!r}, this loader {now!r}: resume "
+                    "with the same dataset, partition and shuffle, or start the run afresh"
+                )
+        self.set_epoch(state["epoch"])
+        self.seed, self._loaded = state["seed"], dict(state)
+
+    def close(self) -> None:
+        """End all iterations and whatever fetches for them."""
+        for batches in list(self._live):
+            batches.close()
+
+    def note(self, text: str) -> None:
+        """Tell the user something once."""
+        if self._on_note and text not in self._noted:
+            self._noted.add(text)
+            self._on_note(text)
+
+    def handed_out(self, feed: Feed, real: int) -> None:
+        """Called by an iteration for each batch, in the consumer's thread."""
+        self.last_real = real
+        if feed is self._feed:
+            self._begun = True
+        if self.draw:
+            self.draw(real, self.batch_size)
+
+    def ended(self, feed: Feed) -> None:
+        """Called by an iteration that has come to the end of its epoch."""
+        if feed is self._feed:
+            self._begun, self._loaded = True, {}
+
+    def _start(self) -> dict[str, Any]:
+        """Where iterations of this epoch begin."""
+        if self._loaded.get("epoch") != self.epoch:
+            return {}
+        return {
+            key: self._loaded[key] for key in ("consumed", "history", "files", "done") if key in self._loaded
+        }
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a state to fit."""
+        partition = self.terms.partition
+        name = type(partition).__name__ if partition else "default"
+        return {"length": self.source.length, "partition": name, "shuffle": self.terms.shuffle}

@@ -1,0 +1,58 @@
+"""Map-style datasets: the turns of a course, fetched.
+
+`MapReader` makes the batches, wherever it runs (the caller's thread, the background, worker processes);
+`MapFeed` counts them where they are handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from paceline.data.fetch import Fetch
+from paceline.data.randomness import Private
+from paceline.data.sampler import Course
+from paceline.data.stream import Watch
+
+
+class MapReader(Watch):
+    """Batches of this member: `(batch, None)`, since the course knows all else."""
+
+    def __init__(self, fetch: Fetch, course: Course, pad: bool) -> None:
+        super().__init__()
+        self.fetch, self.course, self.pad = fetch, course, pad
+        if not fetch.draws:
+            self.drew = False
+
+    def __iter__(self) -> Iterator[tuple[Any, None]]:
+        for turn in self.course.turns(self.pad):
+            if self.drew is False:
+                batch = self.fetch(turn.indices)
+            else:
+                batch = self.run(Private(self.course.seed(turn.number)), partial(self.fetch, turn.indices))
+                self.settle()
+            yield batch, None
+
+    def tasks(self) -> Iterator[tuple[list[int], int]]:
+        """The same as pairs of indices and seed, for worker processes."""
+        for turn in self.course.turns(self.pad):
+            yield turn.indices.tolist(), self.course.seed(turn.number)
+
+
+class MapFeed:
+    """One epoch over a map-style dataset, from where the course stands on."""
+
+    def __init__(self, fetch: Fetch, course: Course, pad: bool) -> None:
+        self.course, self.reader = course, MapReader(fetch, course, pad)
+
+    def take(self, item: tuple[Any, None] | None) -> tuple[Any, int]:
+        """The batch to hand out and how many real samples it has; `None` says that the reader has ended."""
+        if item is None:
+            raise StopIteration
+        real = self.course.real(self.course.done)
+        self.course.done += 1
+        return item[0], real
+
+    def state(self) -> dict[str, Any]:
+        return {"consumed": self.course.consumed(self.course.done), "history": self.course.history()}

@@ -1,0 +1,133 @@
+"""The sampler: which samples this member visits in which global batch, and how far the epoch has come.
+
+A global batch is one batch on each member. A `Course` is the way through one epoch from a given point: every
+member has a queue of samples, global batch k takes the k-th piece of `batch_size` of every queue. A member
+whose queue is empty before the others' takes part with a filler: samples it repeats, which count for nothing.
+
+How far an epoch has come is kept as its history, `[[size, batch_size, batches], ...]`: so many global batches
+were taken by so many members. Replaying it on any number of members gives the samples that are left, so a run
+saved on two members goes on with four or one, and no sample is lost or visited twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError
+from paceline.data.partition import Partition
+from paceline.data.randomness import mix, permutation
+
+History = list[list[int]]
+
+
+class Turn(NamedTuple):
+    """This member's part in one global batch."""
+
+    number: int  # of the global batch, counted since the division was made
+    indices: Tensor  # into the dataset
+    real: int  # how many of them count: all, or 0 for a filler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Divides each epoch over a dataset of `length` samples among `size` members."""
+
+    length: int
+    partition: Partition
+    shuffle: bool
+    batch_size: int
+    rank: int
+    size: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        self.partition.check(self.length, self.size)
+        if self.drop_last and not self.begin(0, 0, []).batches:
+            raise ConfigError(
+                f"drop_last=True leaves no batch: {self.length} samples do not fill "
+                f"batch_size={self.batch_size} on {self.size} member(s): use a smaller batch_size or "
+                "drop_last=False"
+            )
+
+    def begin(self, seed: int, epoch: int, history: History) -> Course:
+        """The way through the rest of an epoch."""
+        order = permutation(self.length, seed, epoch) if self.shuffle else torch.arange(self.length)
+        rest, done, before = order, 0, list(history)
+        if before and before[-1][:2] == [self.size, self.batch_size]:
+            done = before.pop()[2]  # the same division goes on
+        for size, batch_size, batches in before:
+            taken = torch.zeros(self.length, dtype=torch.bool)
+            for queue in self.partition.share(rest, self.length, size, batch_size):
+                taken[queue[: batches * batch_size]] = True
+            rest = rest[~taken[rest]]
+        return Course(self, seed, epoch, before, rest, done, spare=order[:1])
+
+
+class Course:
+    """One epoch from one point on. `done` counts the global batches since the division was last made."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        seed: int,
+        epoch: int,
+        before: History,
+        rest: Tensor,
+        done: int,
+        *,
+        spare: Tensor,
+    ) -> None:
+        size = sampler.size
+        self.sampler, self.epoch, self.done = sampler, epoch, done
+        self._before, self._seed, self._spare = before, seed, spare
+        self._consumed_before = sampler.length - len(rest)
+        queues = sampler.partition.share(rest, sampler.length, size, sampler.batch_size)
+        self.queue = queues[sampler.rank]
+        self._lengths = [len(queue) for queue in queues]
+        if sampler.drop_last:  # a global batch counts as complete when every member's part is
+            self.batches = min(self._lengths) // sampler.batch_size
+        else:
+            self.batches = -(-max(self._lengths) // sampler.batch_size)
+
+    @property
+    def own_batches(self) -> int:
+        """How many of the batches have real samples on this member."""
+        return min(self.batches, -(-len(self.queue) // self.sampler.batch_size))
+
+    def turns(self, pad: bool = True) -> Iterator[Turn]:
+        """This member's part in each global batch from `done` on; without `pad`, no fillers."""
+        return map(self.turn, range(self.done, self.batches if pad else self.own_batches))
+
+    def turn(self, number: int) -> Turn:
+        width = self.sampler.batch_size
+        indices = self.queue[number * width : (number + 1) * width]
+        if len(indices):
+            return Turn(number, indices, len(indices))
+        # As many as the fullest member has: layers such as batch norm refuse a batch of one.
+        most = min(width, max(self._lengths) - number * width)
+        own = self.queue[-most:] if len(self.queue) else self._spare
+        return Turn(number, own.repeat(-(-most // len(own)))[:most], 0)
+
+    def real(self, number: int) -> int:
+        """How many real samples this member has in a global batch."""
+        width = self.sampler.batch_size
+        return max(0, min(width, len(self.queue) - number * width))
+
+    def seed(self, number: int) -> int:
+        """For what the dataset draws while it makes this member's part of a global batch."""
+        return mix(self._seed, self.epoch, self.consumed(number), self.sampler.rank)
+
+    def consumed(self, done: int) -> int:
+        """Samples of this epoch that all members together have consumed after `done` global batches."""
+        reach = done * self.sampler.batch_size
+        lengths = self._lengths[:1] if self.sampler.partition.whole else self._lengths
+        return self._consumed_before + sum(min(reach, length) for length in lengths)
+
+    def history(self) -> History:
+        now = [[self.sampler.size, self.sampler.batch_size, self.done]] if self.done else []
+        return self._before + now
