@@ -32,10 +32,8 @@ def main() -> None:
     if options.worker:
         return _worker()
     report = Report("bench.overhead")
-    with Team.of(1, "bench.overhead") as team:
-        for task in "cnn", "gpt":
-            report.add(_alone(team, f"overhead_{task}", task, goal="<= 2", quick=options.quick))
-        team.call("finish")
+    for task in "cnn", "gpt":
+        report.add(_alone(f"overhead_{task}", task, goal="<= 2", quick=options.quick))
     _memory(report, options.quick)
     import torch
 
@@ -46,17 +44,18 @@ def main() -> None:
     return report.finish(options.json)
 
 
-def _alone(team: Team, figure: str, task: str, *, goal: str, quick: bool, **loop: Any) -> Figure:
+def _alone(figure: str, task: str, *, goal: str, quick: bool, threads: int = 1, **loop: Any) -> Figure:
     """Short blocks, many of them: two percent is less than what a busy machine wavers by within a second."""
     repeats, limit_s = (40, 8.0) if quick else (200, 90.0)
-    for side in "ours", "plain":
-        team.call("make", name=side, task=task, side=side, **loop)
-    blocks = {
-        side: lambda k, side=side: team.slowest("block", name=side, steps=k)  # type: ignore[misc]
-        for side in ("ours", "plain")
-    }
-    times = interleave(blocks, repeats=repeats, block_s=0.15, limit_s=limit_s)
-    team.call("forget")
+    with Team.of(1, "bench.overhead", threads=threads) as team:
+        for side in "ours", "plain":
+            team.call("make", name=side, task=task, side=side, **loop)
+        blocks = {
+            side: lambda k, side=side: team.slowest("block", name=side, steps=k)  # type: ignore[misc]
+            for side in ("ours", "plain")
+        }
+        times = interleave(blocks, repeats=repeats, block_s=0.15, limit_s=limit_s)
+        team.call("finish")
     return compare(figure, times["ours"], times["plain"], goal=goal, ratio=overhead)
 
 
@@ -118,10 +117,8 @@ def _pss(pid: int) -> int:
 
 
 def _cuda(report: Report, quick: bool) -> None:
-    with Team.of(1, "bench.overhead", threads=4) as team:
-        gpt2 = {"device": "cuda", "autocast": True}
-        report.add(_alone(team, "overhead_gpt_cuda", "gpt2", goal="<= 1", quick=quick, adamw=True, **gpt2))
-        team.call("finish")
+    gpt2 = {"device": "cuda", "autocast": True, "adamw": True}
+    report.add(_alone("overhead_gpt_cuda", "gpt2", goal="<= 1", quick=quick, threads=4, **gpt2))
     steps, half = (5, 8) if quick else (20, 8)
     ends: list[dict[str, float]] = []
     with Team.of(2, "bench.overhead") as two, Team.of(1, "bench.overhead") as one:

@@ -115,8 +115,8 @@ class Team:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(10.0 if kind is None else 1.0)
 
     def call(self, name: str, /, *, limit_s: float | None = None, **arguments: Any) -> list[Any]:
         """Have every worker run `name(**arguments)`; their answers in the order of ranks."""
@@ -152,13 +152,13 @@ class Team:
             texts.append(f"--- output of process {index}\n" + "\n".join(text))
         return "\n".join(texts)
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 1.0) -> None:
         """End the workers (their socket closes; those that do not leave are killed) and remove the folder."""
         for line in self._lines.values():
             line.close()
         for sock in [*self._sockets, self._listener]:
             sock.close()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + grace_s
         for process in self._processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))

@@ -99,18 +99,13 @@ def block(name: str, steps: int) -> float:
     return _loops[name].block(steps)
 
 
-def forget() -> None:
-    """Drop all loops and their memory."""
-    _loops.clear()
-
-
 def finish() -> None:
     """Leave both systems in good order."""
-    forget()
+    _loops.clear()
     if run.cache_info().currsize:
         run().close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"make": make, "block": block, "forget": forget, "finish": finish}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"make": make, "block": block, "finish": finish}

@@ -1,0 +1,34 @@
+"""Every benchmark answers with --quick within a minute, prints its table and writes its figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = {
+    "allreduce": {"speedup_25mb", "speedup_100mb", "share_of_copy_limit"},
+    "step": {"speedup_mlp", "speedup_cnn", "speedup_gpt"},
+    "overhead": {"overhead_cnn", "overhead_gpt", "memory_over_ddp"},
+    "scaling": {"mlp_efficiency_1", "mlp_ours_1"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_quick(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", f"bench.{name}", "--quick", "--json", str(file)]
+    if name == "allreduce":
+        command.append("--no-hosts")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(file.read_text())
+    assert figures.keys() >= FIGURES[name]
+    assert all(isinstance(value, float) for value in figures.values())
+    for figure in FIGURES[name] & {"speedup_25mb", "speedup_mlp", "overhead_cnn"}:
+        assert figure in done.stdout

@@ -1,0 +1,95 @@
+"""The examples run as a user would run them."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.settings import Settings
+from paceline.testing.cluster import Cluster, Finished
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+QUIET = Settings(progress="off")
+
+
+def pair(name: str, *args: str, limit_s: float = 60) -> list[Finished]:
+    members = Cluster(2).run(EXAMPLES / name, args, limit_s=limit_s, settings=QUIET)
+    for member in members:
+        assert member.code == 0, member.output
+    return members
+
+
+def accuracies(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"test accuracy: (\d+\.\d\d)%", text)]
+
+
+def write_idx(path: Path, content: torch.Tensor) -> None:
+    head = struct.pack(f">HBB{content.dim()}I", 0, 8, content.dim(), *content.shape)
+    data = head + content.to(torch.uint8).numpy().tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def test_digits_on_two_members_learns_and_says_so_once() -> None:
+    first, second = pair("digits.py", "--epochs", "3")
+    (accuracy,) = accuracies(first.output)
+    assert accuracy > 90
+    assert accuracies(second.output) == []
+
+
+def test_digits_alone(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "digits.py"), "--epochs", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(accuracies(done.stdout)) == 1
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_its_accuracy() -> None:
+    first, _ = pair("digits.py")
+    assert accuracies(first.output)[0] > 97
+    assert first.seconds < 60
+
+
+def test_fashion_mnist_reads_packed_and_plain_files(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    for part, count in ("train", 256), ("t10k", 100):
+        labels = torch.randint(10, (count,), generator=g)
+        images = torch.randint(60, (count, 28, 28), generator=g)
+        images[torch.arange(count), labels * 2, :] = 255  # a line whose height tells the class
+        suffix = ".gz" if part == "train" else ""
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte{suffix}", images)
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte{suffix}", labels)
+    first, _ = pair("fashion_mnist.py", "--data", str(tmp_path), "--epochs", "2", "--batch-size", "16")
+    found = accuracies(first.output)
+    assert len(found) == 2
+    assert found[-1] > 30
+
+
+def test_fashion_mnist_without_data_says_what_to_do(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "fashion_mnist.py"), "--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "train-images-idx3-ubyte" in done.stderr
+    assert "apt-get install dataset-fashion-mnist" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_char_gpt_on_a_text_file(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    first, second = pair("char_gpt.py", "--text", str(text), "--context", "32", "--epochs", "1")
+    (loss,) = re.findall(r"test loss: (\d+\.\d+) per character", first.output)
+    assert float(loss) < 3.3  # as good as guessing among the 28 characters; it has begun to learn
+    assert "test loss" not in second.output
+
+
+def test_char_gpt_has_a_text_of_its_own() -> None:
+    first, _ = pair("char_gpt.py", "--limit", "20000", "--context", "32", "--epochs", "1")
+    assert "test loss" in first.output
