@@ -1,1 +1,44 @@
-"""Train PyTorch models across whatever machines you have."""
+"""Train PyTorch models across whatever machines you have: ordinary networks, machines that come and go.
+
+    run = paceline.join()
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader = run.loader(dataset, batch_size=64)
+    for epoch in run.epochs(10): ...
+
+Importing the package is cheap: torch is loaded when something that needs it is first touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
+    from paceline.strategies import AllReduce
+    from paceline.train.join import join
+    from paceline.train.run import Run
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "join": "paceline.train.join",
+    "Run": "paceline.train.run",
+    "AllReduce": "paceline.strategies",
+    "PacelineError": "paceline.core.errors",
+    "ConfigError": "paceline.core.errors",
+    "Interrupted": "paceline.core.errors",
+    "Lost": "paceline.core.errors",
+}
+
+__all__ = ["AllReduce", "ConfigError", "Interrupted", "Lost", "PacelineError", "Run", "join"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

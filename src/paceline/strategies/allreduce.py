@@ -1,0 +1,336 @@
+"""All-reduce: every member gets the mean gradient of all members, weighted by the samples each really had.
+
+    gradient ready   → copied into its bucket, scaled by weight / size     (our hook, during backward)
+    bucket full      → posted to the arena, reduced while backward goes on
+    end of backward  → what is missing is filled in, the last bucket carries the weights and marks, all are awaited;
+                       p.grad points into the bucket                       (so clipping and logging see the mean)
+
+Let w_i be what member i drew over what it should have drawn (1 but for uneven last batches). Buckets hold
+g_i·w_i/n; their sum is right as it is where Σw = n, and is multiplied by n/Σw where it is not.
+A parameter without a gradient on some members counts as zero there; without one on all, its `grad` stays None.
+The first backward pass only notes the order of arrival, from which the buckets are laid out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from paceline.core.errors import ConfigError, Interrupted, PacelineError
+from paceline.strategies.buckets import BAD, LATE, MARKS, WEIGHT, WISH, Layout, Slot
+from paceline.strategies.replicas import make_equal, names_of
+from paceline.strategies.strategy import World
+
+
+class AllReduce:
+    """Synchronous data parallelism.
+
+    Args:
+        bucket_mb: gradients travel in pieces of about this size.
+    """
+
+    def __init__(self, bucket_mb: float = 4.0) -> None:
+        if not bucket_mb > 0:
+            raise ConfigError(f"allreduce(bucket_mb={bucket_mb}): must be more than 0")
+        self.bucket_bytes = int(bucket_mb * 1e6)
+        self._engines: dict[int, _Engine] = {}  # by id of the model
+        self._saved: list[list[str]] = []
+        self._task = -1  # the backward pass at whose end we are called
+
+    def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+        if world.group.size == 1:
+            return
+        engine = self._engines.get(id(model))
+        if engine is None:
+            engine = _Engine(model, world, self.bucket_bytes, self._arm)
+            self._engines[id(model)] = engine
+            if self._saved:
+                engine.order = self._saved.pop(0)
+        engine.adopt(optimizer)
+
+    def extend(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        if engine := self._engines.get(id(model)):
+            engine.adopt(optimizer)
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.reduced()  # nothing to do but where reentrant checkpointing hid the end of the backward pass
+        return True
+
+    def cleared(self) -> None:
+        if any(e.busy for e in self._engines.values()):
+            raise Interrupted(
+                "a backward pass failed on this member after part of its gradients had gone to the others; "
+                "the run cannot go on from here: resume it from its last checkpoint"
+            )
+
+    def reduced(self) -> None:
+        """End the backward pass of every model that is in one."""
+        engines = [e for e in self._engines.values() if e.busy]
+        for engine in engines:
+            engine.launch_rest()
+        for engine in engines:
+            engine.collect()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"orders": [e.order for e in self._engines.values() if e.order]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        orders = [list(order) for order in state.get("orders", [])]
+        for engine, order in zip(self._engines.values(), orders):
+            engine.order = order
+        self._saved = orders[len(self._engines) :]
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+    def _arm(self) -> None:
+        """Have `reduced` called when the backward pass under way ends."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._task = -1
+        # A pass inside another one (reentrant checkpointing) ends within a node of the outer: more may follow.
+        inner = torch._C._current_autograd_node() is not None
+        if not inner or all(e.complete for e in self._engines.values() if e.busy):
+            self.reduced()
+
+
+class _Engine:
+    """The gradients of one model."""
+
+    def __init__(self, model: torch.nn.Module, world: World, bucket_bytes: int, arm: Callable[[], None]) -> None:
+        self.order: list[str] = []  # of arrival, on the first member
+        self.busy = False  # a backward pass is under way and some gradient has arrived
+        self._model = model
+        self._world = world
+        self._bucket_bytes = bucket_bytes
+        self._arm = arm
+        self._names = names_of(model)  # id of the parameter -> name
+        self._parameters: dict[int, torch.nn.Parameter] = {}
+        self._hooked: dict[int, Any] = {}
+        self._frozen: list[torch.nn.Parameter] = []
+        self._layout: Layout | None = None
+        self._slots: dict[int, Slot] = {}
+        self._arrivals: list[str] = []
+        self._late: dict[int, torch.Tensor] = {}
+        self._bad = ""
+        self._scale = 1.0
+        self._weight = 1.0
+        self._seen = (0.0, 0.0)
+        self._versions = [(b, b._version) for b in model.buffers() if b.is_floating_point()]
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
+        known = dict(self._parameters)
+        found = [
+            (p, f"optimizer.{i}.{j}") for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])
+        ]
+        for p, name in [*((p, "") for p in self._model.parameters()), *found]:
+            if id(p) not in self._parameters:
+                self._parameters[id(p)] = p
+                self._names.setdefault(id(p), name)
+        new = {self._names[i]: p for i, p in self._parameters.items() if i not in known}
+        buffers = {} if known else dict(self._model.named_buffers())
+        make_equal(self._world.group, new, buffers)
+        self._frozen += list(new.values())
+        self._hook_unfrozen()
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._layout) and all(slot.arrived for slot in self._slots.values())
+
+    def _hook_unfrozen(self) -> bool:
+        ready = [p for p in self._frozen if p.requires_grad]
+        for p in ready:
+            self._hooked[id(p)] = p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        if ready:
+            self._frozen = [p for p in self._frozen if not p.requires_grad]
+            self._layout = None  # to be laid out again at the end of the next backward pass
+        return bool(ready)
+
+    def _arrived(self, p: torch.Tensor) -> None:
+        """The gradient of `p` is ready. Runs inside the backward pass."""
+        if self._world.accumulating:
+            return
+        self._begin()
+        layout = self._layout
+        if layout is None:
+            self._arrivals.append(self._names[id(p)])
+            return
+        slot = self._slots[id(p)]
+        if slot.arrived:
+            self._again(slot)
+            return
+        self._take(slot)
+        bucket = slot.bucket
+        bucket.missing -= 1
+        if not bucket.missing:
+            layout.launch()
+
+    def _begin(self) -> None:
+        self._arm()
+        if self.busy:
+            return
+        self.busy = True
+        tally = self._world.tally
+        drawn, nominal = tally.drawn - self._seen[0], tally.nominal - self._seen[1]
+        self._seen = (tally.drawn, tally.nominal)
+        self._weight = drawn / nominal if nominal else 1.0
+        self._scale = self._weight / self._world.group.size
+        if self._layout:
+            self._layout.start()
+
+    def _take(self, slot: Slot) -> None:
+        """Move a gradient into its slot. Until the pass ends `p.grad` is None, so a second one cannot add to it."""
+        p, view = slot.parameter, slot.view
+        grad = p.grad
+        assert grad is not None
+        grad = grad.detach()
+        if self._world.check_finite and not self._bad and not torch.isfinite(_dense(grad)).all():
+            self._bad = slot.name
+        if not self._scale:
+            view.zero_()
+        elif grad.data_ptr() == view.data_ptr() and not grad.is_sparse:
+            view.mul_(self._scale)
+        else:
+            torch.mul(_dense(grad), self._scale, out=view)
+        slot.arrived = True
+        p.grad = None
+
+    def _again(self, slot: Slot) -> None:
+        """A second gradient in one pass: a parameter that several checkpointed segments share."""
+        grad = slot.parameter.grad
+        assert grad is not None
+        part = _dense(grad.detach()) * self._scale if self._scale else torch.zeros_like(slot.parameter)
+        slot.parameter.grad = None
+        assert self._layout is not None
+        if self._layout.buckets.index(slot.bucket) >= self._layout.launched:
+            slot.view.add_(part)
+        elif slot.index in self._late:
+            self._late[slot.index].add_(part)
+        else:
+            self._late[slot.index] = part
+
+    def launch_rest(self) -> None:
+        """The pass has ended here: fill in what did not arrive, then post what is left."""
+        if self._hook_unfrozen() or self._layout is None:
+            self._lay_out()
+        layout = self._layout
+        assert layout is not None
+        for slot in self._slots.values():
+            if slot.arrived:
+                continue
+            if slot.parameter.grad is not None:
+                self._take(slot)
+            else:
+                slot.view.zero_()
+            slot.bucket.missing -= 1
+        control = [0.0] * MARKS + [float(s.arrived) for s in layout.slots]
+        control[WEIGHT], control[LATE], control[BAD] = (
+            self._weight,
+            float(len(self._late)),
+            float(bool(self._bad)),
+        )
+        control[WISH] = float(self._world.wish)
+        layout.control.copy_(torch.tensor(control))
+        if layout.buffers:
+            if self._world.group.rank == 0:
+                torch._foreach_copy_(layout.buffer_views, layout.buffers)
+            else:
+                layout.buffered.zero_()
+        layout.launch(end=True)
+
+    def collect(self) -> None:
+        """Wait for the sums and hand them out as `p.grad`."""
+        layout, group = self._layout, self._world.group
+        assert layout is not None
+        for arena in layout.arenas:
+            arena.wait()
+        control = layout.control.tolist()
+        self.busy = False
+        self._world.granted = self._world.granted or control[WISH] > 0
+        if control[BAD]:
+            self._report_bad()
+        correction = group.size / control[WEIGHT] if control[WEIGHT] else math.nan
+        if not math.isclose(correction, 1.0, rel_tol=1e-6):
+            for bucket in layout.buckets:
+                if bucket.slots:
+                    last = bucket.slots[-1]
+                    end = last.view.storage_offset() - bucket.flat.storage_offset() + last.parameter.numel()
+                    bucket.flat[:end].mul_(correction)
+        else:
+            correction = 1.0
+        for slot in layout.slots:
+            if control[MARKS + slot.index]:
+                slot.parameter.grad = slot.view
+        if control[LATE]:
+            self._add_late(correction)
+        if layout.buffers and group.rank:
+            torch._foreach_copy_(layout.buffers, layout.buffer_views)
+
+    def _add_late(self, correction: float) -> None:
+        """A second round for the gradients that came after their bucket had left."""
+        group, layout = self._world.group, self._layout
+        assert layout is not None
+        mine = json.dumps(sorted(self._late)).encode()
+        for index in sorted({i for other in group.exchange(mine) for i in json.loads(other)}):
+            slot = layout.slots[index]
+            part = self._late.pop(index, None)
+            total = torch.zeros_like(slot.parameter.detach()) if part is None else part
+            group.all_reduce(total)
+            slot.view.add_(total, alpha=correction)
+
+    def _lay_out(self) -> None:
+        """Agree on the order of gradients and lay out the buckets; the gradients so far wait in `p.grad`."""
+        group = self._world.group
+        hooked = {self._names[i]: self._parameters[i] for i in self._hooked}
+        changed = [b._version != v for b, v in self._versions]
+        said = json.dumps({"order": self._arrivals, "names": sorted(hooked), "changed": changed}).encode()
+        everyone = [json.loads(other) for other in group.exchange(said)]
+        for rank, other in enumerate(everyone):
+            if other["names"] != everyone[0]["names"]:
+                odd = sorted(set(other["names"]) ^ set(everyone[0]["names"]))[0]
+                raise ConfigError(f"parameter {odd!r} is trained on member 0 or on member {rank}, but not on both")
+        order = self.order or everyone[0]["order"]
+        self.order = list(dict.fromkeys([n for n in order if n in hooked] + list(hooked)))
+        moving = {id(b) for m in self._model.modules() if isinstance(m, _BATCH_NORMS) for b in m.buffers()}
+        buffers = [
+            b
+            for i, (b, _) in enumerate(self._versions)
+            if b.dtype == torch.float32 and (id(b) in moving or any(e["changed"][i] for e in everyone))
+        ]
+        if self._layout is not None:
+            for arena in self._layout.arenas:
+                arena.close()
+        self._arrivals.clear()
+        self._layout = Layout(group, [(n, hooked[n]) for n in self.order], buffers, self._bucket_bytes)
+        self._slots = {id(s.parameter): s for s in self._layout.slots}
+
+    def _report_bad(self) -> None:
+        told = [n.decode() for n in self._world.group.exchange(self._bad.encode())]
+        where = ", ".join(f"parameter {name!r} on member {rank}" for rank, name in enumerate(told) if name)
+        raise PacelineError(
+            f"a gradient is not finite: {where}. Look at that member's batch and loss, lower the learning rate, "
+            "or clip; without --check-finite the step would have been applied"
+        )
+
+    def close(self) -> None:
+        for handle in self._hooked.values():
+            handle.remove()
+
+
+_BATCH_NORMS = (torch.nn.modules.batchnorm._NormBase,)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad

@@ -1,0 +1,72 @@
+"""What a strategy is: how replicas agree. The training loop knows nothing else about it.
+
+Two moments matter. `loss.backward()` returns: a strategy that exchanges gradients has put the mean into `p.grad`.
+`optimizer.step()`: the strategy decides whether the step counts, and installs the next weights before it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from paceline.core.status import Status
+from paceline.transport.group import Group
+
+
+class Tally:
+    """Counts the samples that this member drew, and how many it should have drawn, since the run began."""
+
+    def __init__(self) -> None:
+        self.drawn = 0.0
+        self.nominal = 0.0
+
+    def add(self, drawn: int, nominal: int) -> None:
+        self.drawn += drawn
+        self.nominal += nominal
+
+
+class World:
+    """What a strategy may know of the run it serves."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        status: Status | None = None,
+        tally: Tally | None = None,
+        check_finite: bool = False,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        self.group = group
+        self.status = status or Status(None)
+        self.tally = tally or Tally()
+        self.check_finite = check_finite
+        self.warn = warn
+        self.accumulating = False  # inside run.accumulate(): gradients stay here
+        self.wish = False  # this member would like a pause between two steps, for a checkpoint
+        self.granted = False  # some member wished, and all know it
+
+
+class Strategy(Protocol):
+    """The contract of all strategies."""
+
+    def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+        """Take over the gradients of a model. Called by all members; more than once where a run has several models."""
+
+    def reduced(self) -> None:
+        """Make sure that `p.grad` holds the members' mean, where backward has not done so."""
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> bool:
+        """The user calls `optimizer.step()`: whether the optimizer's own step is to run."""
+
+    def cleared(self) -> None:
+        """The user calls `optimizer.zero_grad()`: no backward pass may be half done."""
+
+    def extend(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        """Parameters were added to an optimizer."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,108 @@
+"""How a run ends on one member: its outcome, the summary, the report, and everything closed, however the script ends.
+
+`gather` is called when training is over and all members are there; what it collects is shown when the process ends,
+after the script's own last words. A member that ends by an exception says so in its events, and closing its wires
+tells the others at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline.core.events import Event, Events
+from paceline.core.status import Status
+from paceline.transport.group import Group
+
+
+class Ending:
+    """Runs once: by `run.close()`, or at exit."""
+
+    def __init__(self, *, directory: Path, script: str, events: Events, status: Status, first: bool, host: str) -> None:
+        self.script = script
+        self._directory = directory
+        self._events = events
+        self._status = status
+        self._first = first
+        self._host = host
+        self._began = time.monotonic()
+        self._members: list[dict[str, Any]] = []
+        self._failure: str | None = None
+        self._closers: list[Callable[[], None]] = []
+        self._finish: Callable[[], Mapping[str, Any]] | None = None
+        self._closed = False
+        self._hook = sys.excepthook
+
+    def watch(self, finish: Callable[[], Mapping[str, Any]], closers: list[Callable[[], None]]) -> None:
+        """From now on the end of the process ends the run."""
+        self._finish = finish
+        self._closers = closers
+        sys.excepthook = self._excepthook
+        atexit.register(self._at_exit)
+
+    def gather(self, group: Group, totals: Mapping[str, Any]) -> None:
+        """All members tell the first one what they did; `totals` is this one's."""
+        mine = json.dumps({**totals, "rank": group.rank, "host": self._host}).encode()
+        self._members = [json.loads(told) for told in group.exchange(mine)]
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = f"{type(error).__name__}: {error}"
+
+    def close(self, finish: Callable[[], Mapping[str, Any]]) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._hook
+        self._status.set("ending")
+        try:
+            last = dict(finish())
+            self._say(last)
+        finally:
+            self._status.set(f"failed: {self._failure}" if self._failure else "finished")
+            for closer in self._closers:
+                closer()
+
+    def _say(self, last: dict[str, Any]) -> None:
+        outcome = "failed" if self._failure else "finished"
+        members = self._members or [{**last, "host": self._host}]
+        end: Event = {
+            "outcome": outcome,
+            "step": last.get("step", 0),
+            "seconds": time.monotonic() - self._began,
+            "members": members,
+        }
+        if self._failure:
+            end["reason"] = self._failure
+        self._events.emit("end", **end)
+        if not self._first or not last.get("step"):
+            return
+        from paceline.train.report import write_report
+        from paceline.train.summary import print_summary, summarise, write_summary
+
+        summary = summarise({"kind": "end", **end})
+        try:
+            write_summary(summary, self._directory)
+            report = write_report(self._directory)
+        except OSError as error:  # a full disk at the very end takes nothing from the training
+            print(f"paceline: the report could not be written: {error}", file=sys.stderr)
+            report = None
+        if outcome == "finished":
+            print_summary(summary)
+            if report:
+                print(f"report: {report}", file=sys.stderr)
+
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.fail(error)
+        self._hook(kind, error, trace)
+
+    def _at_exit(self) -> None:
+        if self._finish:
+            self.close(self._finish)

@@ -1,0 +1,187 @@
+"""`paceline.join()`: from an ordinary process to a member of a run.
+
+Finds out where it stands (alone, under `paceline run`, under torchrun), meets the others, forms the group that fits,
+and opens what a run writes. Alone it is a run of one, and nothing is exchanged or copied.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.events import Events, JsonLines
+from paceline.core.settings import Settings
+from paceline.core.status import Status
+from paceline.core.view import Member
+from paceline.environment import Place, detect
+from paceline.membership import meet
+from paceline.strategies import Strategy, make_strategy
+from paceline.train.ending import Ending
+from paceline.train.progress import make_progress
+from paceline.train.run import Run
+from paceline.train.tensorboard import tensorboard_sink
+from paceline.transport.group import Group, solo
+from paceline.transport.torch_group import TorchGroup, own_gpu_each
+from paceline.transport.wires import Wires, own_address
+
+_current: Run | None = None
+TRANSPORTS = ("auto", "own", "gloo", "nccl")
+
+
+def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
+    """Become a member of the run that this process was started for; a run of one without a launcher.
+
+    Args:
+        strategy: how the members agree, as an object or in words; `--strategy` on the command line goes before it.
+        settings: any of `paceline.core.settings.Settings`; a flag of `paceline run` goes before it.
+
+    >>> run = join(name="doctest", checkpoint_keep=0, root=getfixture("tmp_path").as_posix(), progress="off")
+    >>> run.size, run.is_first
+    (1, True)
+    >>> run.close()
+    """
+    global _current
+    place = detect()
+    if _current is not None and place.size > 1:
+        return _current
+    if _current is not None:  # a notebook cell that is run again begins a new run
+        _current.close()
+    script = _script()
+    if isinstance(strategy, str):
+        settings["strategy"] = strategy
+    asked = Settings().with_(**settings)
+    asked = asked if asked.name else asked.with_(name=f"{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    wires: list[Wires] = []
+
+    def describe(token: str) -> Member:
+        if place.size == 1:
+            return Member(rank=0, host=place.host, pid=0)
+        wires.append(Wires(token, _address(place)))
+        return wires[0].describe(place.rank, place.host)
+
+    meeting = meet(place, describe, asked)
+    agreed = _merge(meeting.settings, asked, place)
+    directory = Path(agreed.root) / agreed.name
+    device = _device(agreed.device, place)
+    chosen = make_strategy(strategy if _is_object(strategy) and _is_default(agreed, "strategy") else agreed.strategy)
+    status = Status(directory / "status" / f"rank-{place.rank}")
+    group = solo()
+    if wires:
+        status.set("connecting")
+        wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status)
+        group = _form(wires[0], agreed.transport, device)
+
+    events, closers = _events(directory, agreed, place.rank)
+    ending = Ending(
+        directory=directory,
+        script=script,
+        events=events,
+        status=status,
+        first=place.rank == 0,
+        host=place.host,
+    )
+    run = Run(
+        settings=agreed,
+        directory=directory,
+        device=device,
+        group=group,
+        strategy=chosen,
+        events=events,
+        status=status,
+        ending=ending,
+    )
+    ending.watch(run._finish, [group.close, *(w.close for w in wires), *closers])
+    _current = run
+    return run
+
+
+def _merge(launched: Settings, asked: Settings, place: Place) -> Settings:
+    """The launcher's settings where it changed a default, else the script's."""
+    if place.kind != "paceline":
+        return launched
+    default = Settings()
+    changes = {
+        field: getattr(asked, field)
+        for field in asked.__struct_fields__
+        if field not in ("name", "root")
+        and getattr(launched, field) == getattr(default, field) != getattr(asked, field)
+    }
+    return launched.with_(**changes)
+
+
+def _is_object(strategy: Any) -> bool:
+    return strategy is not None and not isinstance(strategy, str)
+
+
+def _is_default(settings: Settings, field: str) -> bool:
+    return bool(getattr(settings, field) == getattr(Settings(), field))
+
+
+def _form(wires: Wires, transport: str, device: torch.device) -> Group:
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"unknown transport {transport!r}: known are {', '.join(TRANSPORTS)}")
+    ranks = range(wires.view.size)
+    if transport in ("gloo", "nccl"):
+        return TorchGroup(wires, ranks, transport, device if transport == "nccl" else torch.device("cpu"))
+    group = Group(wires, ranks)
+    if transport == "auto" and own_gpu_each(group, device):
+        group.close()
+        return TorchGroup(wires, ranks, "nccl", device)
+    return group
+
+
+def _device(wanted: str, place: Place) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return torch.device(f"cuda:{place.local_rank % count}") if count else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {wanted!r}: allowed are auto, cpu, cuda and cuda:N") from None
+    if device.type == "cuda":
+        if not count:
+            raise ConfigError(
+                f"device {wanted!r} was asked for, but this torch ({torch.__version__}) sees no CUDA device: "
+                "use --device cpu, or install a CUDA build of torch and check nvidia-smi"
+            )
+        if device.index is not None and device.index >= count:
+            raise ConfigError(f"device {wanted!r} does not exist: there are {count}, cuda:0 to cuda:{count - 1}")
+        if device.index is None:
+            device = torch.device(f"cuda:{place.local_rank % count}")
+        torch.cuda.set_device(device)
+    return device
+
+
+def _address(place: Place) -> str:
+    """The address on which the others reach this member: loopback where all share this host."""
+    if place.local_size == place.size:
+        return "127.0.0.1"
+    towards = place.rendezvous.rsplit(":", 1)[0] if place.kind == "paceline" else os.environ["MASTER_ADDR"]
+    return own_address(towards.strip("[]"))
+
+
+def _events(directory: Path, settings: Settings, rank: int) -> tuple[Events, list[Callable[[], None]]]:
+    lines = JsonLines(directory / "events" / f"rank-{rank}.jsonl")
+    events = Events(rank, [lines])
+    closers: list[Callable[[], None]] = [lines.close]
+    if rank == 0:
+        progress = make_progress(settings.progress)
+        events.sinks.append(progress)
+        closers.append(progress.close)
+        if board := tensorboard_sink(directory / "tensorboard"):
+            events.sinks.append(board)
+            closers.append(board.close)
+    return events, closers
+
+
+def _script() -> str:
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
+    return str(path) if path else "notebook"

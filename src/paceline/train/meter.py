@@ -1,0 +1,121 @@
+"""Measures the steps of one member and tells of them in events, at most ten times a second.
+
+Scalars logged between two events are averaged without asking a device for their values until the event is due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.core.events import Events
+from paceline.core.status import Status
+from paceline.core.step import StepReport
+
+_PERIOD_S = 0.1
+
+
+class Scalars:
+    """Running means of logged values; tensors stay where they are until `take`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            value = value.detach() if isinstance(value, torch.Tensor) else float(value)
+            if name in self._sums:
+                self._sums[name] = self._sums[name] + value
+                self._counts[name] += 1
+            else:
+                self._sums[name] = value
+                self._counts[name] = 1
+
+    def take(self) -> dict[str, tuple[float, int]]:
+        """Sum and count by name; starts anew."""
+        taken = {name: (float(total), self._counts[name]) for name, total in self._sums.items()}
+        self._sums.clear()
+        self._counts.clear()
+        return taken
+
+
+class Meter:
+    """Times of steps, from readings that only grow: data wait, member wait, bytes and samples."""
+
+    def __init__(
+        self,
+        events: Events,
+        status: Status,
+        *,
+        size: int,
+        readings: Callable[[], tuple[float, float, int, float]],
+    ) -> None:
+        self.step = 0
+        self.epoch = 0
+        self.totals = {"samples": 0.0, "seconds": 0.0, "data_s": 0.0, "compute_s": 0.0, "wait_s": 0.0}
+        self.totals["sent_bytes"] = 0
+        self._events = events
+        self._status = status
+        self._size = size
+        self._readings = readings
+        self._scalars = Scalars()
+        self._epoch_scalars: dict[str, tuple[float, int]] = {}
+        self._since = dict.fromkeys(self.totals, 0.0)
+        self._told_at = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Begin to measure from now: what lies before (set-up, evaluation) belongs to no step."""
+        self._last = time.monotonic()
+        self._before = self._readings()
+
+    def log(self, values: dict[str, Any]) -> None:
+        self._scalars.add(values)
+
+    def after_step(self, applied: bool) -> StepReport:
+        now = time.monotonic()
+        data_s, wait_s, sent, samples = self._readings()
+        before, self._before = self._before, (data_s, wait_s, sent, samples)
+        seconds, self._last = now - self._last, now
+        self.step += 1
+        self._status.step = self.step
+        report = StepReport(
+            step=self.step,
+            samples=samples - before[3],
+            data_s=data_s - before[0],
+            wait_s=wait_s - before[1],
+            compute_s=max(seconds - (data_s - before[0]) - (wait_s - before[1]), 0.0),
+            sent_bytes=sent - before[2],
+            applied=applied,
+        )
+        for key in ("samples", "data_s", "compute_s", "wait_s", "sent_bytes"):
+            value = getattr(report, key)
+            self.totals[key] += value
+            self._since[key] += value
+        self.totals["seconds"] += seconds
+        if now - self._told_at >= _PERIOD_S:
+            self._told_at = now
+            self._tell()
+        return report
+
+    def _tell(self) -> None:
+        taken = self._scalars.take()
+        for name, (total, count) in taken.items():
+            old = self._epoch_scalars.get(name, (0.0, 0))
+            self._epoch_scalars[name] = (old[0] + total, old[1] + count)
+        since = dict(self._since)
+        since["samples"] *= self._size
+        since["sent_bytes"] = int(since["sent_bytes"])
+        scalars = {name: total / count for name, (total, count) in taken.items()}
+        self._events.emit("step", epoch=self.epoch, step=self.step, scalars=scalars, **since)
+        self._since = dict.fromkeys(self._since, 0.0)
+
+    def end_epoch(self) -> dict[str, tuple[float, int]]:
+        """Tell what is left; sums and counts of this epoch's scalars on this member."""
+        self._tell()
+        taken, self._epoch_scalars = self._epoch_scalars, {}
+        return taken

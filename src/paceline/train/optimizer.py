@@ -1,0 +1,81 @@
+"""The optimizer that `run.optimizer` returns: the user's own object, whose class now has the run in it.
+
+The class is a subclass of the optimizer's own, so learning-rate schedulers, `GradScaler` and `isinstance` go on as
+before; the object is the same, so nothing is copied. `step()` first asks the strategy, then does what it always did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from paceline.core.errors import ConfigError
+
+
+class StepObserver(Protocol):
+    """Who wants to know of steps: the run."""
+
+    def allow_step(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def after_step(self, optimizer: torch.optim.Optimizer, applied: bool) -> None: ...
+    def cleared(self) -> None: ...
+    def group_added(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def adopt(optimizer: torch.optim.Optimizer, observer: StepObserver) -> torch.optim.Optimizer:
+    """Let the run take part in this optimizer's steps; returns the same object."""
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"run.optimizer wants a torch.optim.Optimizer, got {kind.__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS evaluates the loss several times within one step(closure), each time with its own backward pass, "
+            "and decides from local values how often: members would not stay together. Use a first-order optimizer"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError("SparseAdam wants sparse gradients, but members exchange dense ones. Use torch.optim.Adam")
+    if hasattr(optimizer, "_paceline"):
+        raise ConfigError("this optimizer belongs to a run already: call run.optimizer once per optimizer")
+    optimizer.__class__ = _CLASSES.setdefault(kind, _subclass(kind))
+    optimizer._paceline = observer  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _subclass(kind: type) -> type:
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            raise ConfigError(
+                "step(closure) is not supported: the closure would run backward inside step. "
+                "Call loss.backward() first, then optimizer.step()"
+            )
+        observer: StepObserver = self._paceline
+        applied = observer.allow_step(self)
+        if applied:
+            kind.step(self)  # type: ignore[attr-defined]
+        observer.after_step(self, applied)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        self._paceline.cleared()
+        kind.zero_grad(self, set_to_none)  # type: ignore[attr-defined]
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        kind.add_param_group(self, param_group)  # type: ignore[attr-defined]
+        if hasattr(self, "_paceline"):
+            self._paceline.group_added(self)
+
+    def reduce(self: Any) -> Any:
+        raise TypeError("an optimizer that belongs to a run cannot be pickled; save its state_dict()")
+
+    members = {
+        "step": step,
+        "zero_grad": zero_grad,
+        "add_param_group": add_param_group,
+        "__reduce_ex__": lambda self, protocol: reduce(self),
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), members)

@@ -1,0 +1,343 @@
+"""The run as its user holds it: `run = paceline.join()`.
+
+A run hands work to the rooms below and keeps none of it: the strategy makes replicas agree, the loader deals out
+samples, the saver keeps checkpoints, the meter measures. Nothing below this file knows the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.events import Events
+from paceline.core.settings import Settings
+from paceline.core.status import Status
+from paceline.data import Loader
+from paceline.strategies import Strategy, Tally, World
+from paceline.train import metrics
+from paceline.train.ending import Ending
+from paceline.train.meter import Meter
+from paceline.train.optimizer import adopt
+from paceline.train.saving import Saver, Stateful
+from paceline.transport.group import Group
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+class Run:
+    """One member of a run."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        directory: Path,
+        device: torch.device,
+        group: Group,
+        strategy: Strategy,
+        events: Events,
+        status: Status,
+        ending: Ending,
+    ) -> None:
+        self.settings = settings
+        self.dir = directory
+        self.device = device
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
+        self.is_first = group.rank == 0
+        self.seed = settings.seed
+        self._strategy = strategy
+        self._events = events
+        self._status = status
+        self._tally = Tally()
+        self._world = World(
+            group, status=status, tally=self._tally, check_finite=settings.check_finite, warn=self._warn
+        )
+        self._saver = Saver(
+            directory / "checkpoints",
+            settings.checkpoint_keep,
+            settings.checkpoint_every_s,
+            group,
+            events,
+            settings.seed,
+        )
+        self._saver.add("strategy", strategy)
+        if settings.fresh:
+            self._saver.clear()
+        self._loaders: list[Loader] = []
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._meter = Meter(events, status, size=self.size, readings=self._readings)
+        self._ending = ending
+        self._in_epochs = False
+
+    # ---- what the loop uses
+
+    def optimizer(self, optimizer: O, model: torch.nn.Module) -> O:
+        """Make this optimizer part of the run: the same object, whose steps the members now take together.
+
+        All members call this with the same model; they start from the first member's weights.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"run.optimizer(optimizer, model): model is a {type(model).__name__}, not an nn.Module")
+        adopt(optimizer, self)
+        self._strategy.attach(model, optimizer, self._world)
+        if not any(m is model for m in self._models):
+            self._models.append(model)
+            self._saver.add(f"model.{len(self._models) - 1}", model)
+        self._optimizers.append(optimizer)
+        self._saver.add(f"optimizer.{len(self._optimizers) - 1}", optimizer)
+        self._status.set("ready")
+        return optimizer
+
+    def loader(self, dataset: Any, batch_size: int, **options: Any) -> Loader:
+        """This member's share of a dataset, shuffled by (seed, epoch), prefetched, copied to the device, resumable.
+
+        `batch_size` is per member. For the options see `paceline.data.Loader`.
+        """
+        loader = Loader(
+            dataset,
+            batch_size=batch_size,
+            rank=self.rank,
+            size=self.size,
+            device=self.device,
+            seed=options.pop("seed", self.seed),
+            draw=self._drawn,
+            before=self._between_steps,
+            agree=self._agree,
+            on_note=self._warn,
+            **options,
+        )
+        self._loaders.append(loader)
+        self._saver.add(f"loader.{len(self._loaders) - 1}", loader)
+        return loader
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Epoch numbers from where the last checkpoint ended up to `count`; checkpoints at the end of each."""
+        if count < 0:
+            raise ConfigError(f"run.epochs({count}): must not be negative")
+        first = self._begin(count)
+        self._in_epochs = True
+        for epoch in range(first, count):
+            self._enter_epoch(epoch, count)
+            yield epoch
+            self._leave_epoch(epoch)
+        self._in_epochs = False
+        self._saver.report(wait=True)
+        self._status.set("after training")
+        self._ending.gather(self.group, self._totals())
+
+    def log(self, **values: Any) -> None:
+        """Note scalars of this step (numbers, tensors of one element): shown, written to events, drawn in the report."""
+        self._meter.log(values)
+
+    def track(self, **parts: Stateful) -> None:
+        """Save these with every checkpoint: `run.track(scheduler=scheduler)`. Anything with a state_dict."""
+        for name, part in parts.items():
+            self._saver.add(name, part)
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes inside keep their gradients here; the next one outside sends the sum."""
+        self._world.accumulating = True
+        try:
+            yield
+        finally:
+            self._world.accumulating = False
+
+    def checkpoint(self) -> None:
+        """Save now. All members call this, between two steps."""
+        self._save(self._meter.epoch)
+
+    def evaluate(
+        self, measure: metrics.Measure, dataset: Any, batch_size: int = 256, **options: Any
+    ) -> dict[str, float]:
+        """Means over a dataset of which each member sees its share, every sample once.
+
+        `measure(*batch)` returns names and values: one per sample, or the mean of the batch. Models are in evaluation
+        mode and no gradients are kept. Everyone gets the result; it is written to the events as metrics.
+        """
+        self._status.set("evaluating")
+        loader = Loader(
+            dataset,
+            batch_size=batch_size,
+            rank=self.rank,
+            size=self.size,
+            device=self.device,
+            seed=self.seed,
+            shuffle=False,
+            pad=False,
+            agree=self._agree,
+            **options,
+        )
+        batches = ((batch, loader.last_real) for batch in loader)
+        result = metrics.evaluate(self.group, measure, batches, self._models)
+        for name, value in result.items():
+            self._tell_metric(name, value)
+        self._meter.start()
+        self._status.set("training")
+        return result
+
+    def metric(self, name: str, value: float, weight: float = 1.0) -> float:
+        """The mean of `value` over the members, weighted; written to the events."""
+        mean = metrics.weighted_means(self.group, {name: (float(value) * weight, float(weight))})[name]
+        self._tell_metric(name, mean)
+        return mean
+
+    # ---- the user's own collectives; sub-groups are made with run.group.subgroup(ranks)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return self.group.all_reduce(tensor, op)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self.group.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.group.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        return self.group.broadcast(tensor, root)
+
+    def gather(self, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
+        return self.group.gather(tensor, root)
+
+    def scatter(self, tensors: Sequence[torch.Tensor] | None, root: int = 0) -> torch.Tensor:
+        return self.group.scatter(tensors, root)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self.group.send(tensor, to)
+
+    def recv(self, source: int) -> torch.Tensor:
+        return self.group.recv(source)
+
+    def barrier(self) -> None:
+        self.group.barrier()
+
+    def close(self) -> None:
+        """End the run on this member: the last checkpoint, the summary and the report. Called at exit by itself."""
+        self._ending.close(self._finish)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._ending.fail(error)
+        self.close()
+
+    # ---- what the optimizer tells the run (train.optimizer.StepObserver)
+
+    def allow_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._strategy.finish(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, applied: bool) -> None:
+        if optimizer is self._optimizers[0]:
+            self._meter.after_step(applied)
+            self._world.wish = self._saver.due
+
+    def cleared(self) -> None:
+        self._strategy.cleared()
+
+    def group_added(self, optimizer: torch.optim.Optimizer) -> None:
+        for model in self._models:
+            self._strategy.extend(optimizer, model)
+
+    # ---- inside
+
+    def _begin(self, count: int) -> int:
+        """Resume if there is something to resume from; the epoch to begin with."""
+        place = self._saver.resume()
+        first = 0
+        if place is not None:
+            self._meter.step, first = place
+            self._status.step = self._meter.step
+        self._events.emit(
+            "start",
+            size=self.size,
+            name=self.settings.name,
+            strategy=self.settings.strategy,
+            script=self._ending.script,
+            device=str(self.device),
+            epochs=count,
+            resumed_step=place[0] if place else None,
+            resumed_epoch=place[1] if place else None,
+        )
+        self._warn_untracked_scheduler()
+        return first
+
+    def _enter_epoch(self, epoch: int, count: int) -> None:
+        self._meter.epoch = self._status.epoch = epoch
+        steps = None
+        for loader in self._loaders:
+            if loader.epoch != epoch:  # a resumed loader stands in the middle of this epoch already
+                loader.set_epoch(epoch)
+        with contextlib.suppress(TypeError):
+            steps = len(self._loaders[0]) if self._loaders else None
+        self._status.set("training")
+        self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._meter.step)
+        self._meter.start()
+
+    def _leave_epoch(self, epoch: int) -> None:
+        for name, value in metrics.weighted_means(self.group, self._meter.end_epoch()).items():
+            self._tell_metric(f"epoch/{name}", value)
+        for loader in self._loaders:
+            loader.set_epoch(epoch + 1)
+        if self._saver.enabled:
+            self._save(epoch + 1)
+        self._world.granted = self._world.wish = False
+
+    def _between_steps(self) -> None:
+        """The loop asks for its next batch: nothing of the last step is left undone."""
+        if self._world.granted and self._in_epochs:
+            self._world.granted = self._world.wish = False
+            self._save(self._meter.epoch)
+        elif self.size == 1 and self._world.wish and self._in_epochs:
+            self._world.wish = False
+            self._save(self._meter.epoch)
+
+    def _save(self, epoch: int) -> None:
+        if not self._saver.enabled:
+            raise ConfigError("this run writes no checkpoints: checkpoint_keep is 0")
+        before = self._status.what
+        self._status.set("checkpointing")
+        self._saver.save(self._meter.step, epoch)
+        self._status.set(before)
+
+    def _drawn(self, real: int, nominal: int) -> None:
+        if torch.is_grad_enabled():  # a loop that only looks at a data set must not weigh in
+            self._tally.add(real, nominal)
+
+    def _agree(self, value: int) -> list[int]:
+        return [int(t) for t in self.group.all_gather(torch.tensor([value]))]
+
+    def _readings(self) -> tuple[float, float, int, float]:
+        data_s = sum(loader.wait_s for loader in self._loaders)
+        return data_s, self.group.waited_s, self.group.sent_bytes, self._tally.drawn
+
+    def _totals(self) -> dict[str, Any]:
+        return {**self._meter.totals, "rank": self.rank, "step": self._meter.step}
+
+    def _finish(self) -> Mapping[str, Any]:
+        self._saver.close()
+        self._strategy.close()
+        return {"step": self._meter.step, **self._totals()}
+
+    def _tell_metric(self, name: str, value: float) -> None:
+        self._events.emit("metric", name=name, value=value, step=self._meter.step, epoch=self._meter.epoch)
+
+    def _warn(self, message: str) -> None:
+        self._events.emit("warning", message=message)
+
+    def _warn_untracked_scheduler(self) -> None:
+        scheduled = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self._optimizers)
+        if scheduled and self._saver.enabled and not self._saver.holds(torch.optim.lr_scheduler.LRScheduler):
+            self._warn(
+                "a learning-rate scheduler drives this optimizer but is not saved: "
+                "add run.track(scheduler=scheduler) so that a resumed run continues its schedule"
+            )

@@ -1,0 +1,183 @@
+"""Checkpoints of a run: what belongs in one, when it is due, and how members get theirs back.
+
+A checkpoint is taken between two steps, when the user's loop asks for the next batch or ends an epoch, so everything
+the loop body does after `optimizer.step()` (schedulers, averages) is in it. Models, optimizers, loaders and tracked
+objects are the same on all members and come from the first one; random states are each member's own. The first member
+writes; whoever resumes, on any number of members, gets everything from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from paceline.checkpoint import (
+    CheckpointFailed,
+    Checkpoints,
+    Loaded,
+    Written,
+    pack,
+    random_states,
+    set_random_states,
+    unpack,
+)
+from paceline.core.errors import CheckpointError, ConfigError
+from paceline.core.events import Events
+from paceline.transport.group import Group
+
+
+class Stateful(Protocol):
+    """Anything that torch-style code saves."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Saver:
+    """Collects what is to be saved under names, and saves and restores it with all members together."""
+
+    def __init__(self, directory: Path, keep: int, every_s: float, group: Group, events: Events, seed: int) -> None:
+        self._group = group
+        self._events = events
+        self._seed = seed
+        self._every_s = every_s
+        self._parts: dict[str, Stateful] = {}
+        self._last_at = time.monotonic()
+        self._pending: Future[Written] | None = None
+        self._checkpoints: Checkpoints | None = None
+        self.enabled = keep > 0
+        if self.enabled and group.rank == 0:
+            self._checkpoints = Checkpoints(directory, keep)
+
+    def add(self, name: str, part: Stateful) -> None:
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(part, method, None)):
+                raise ConfigError(
+                    f"run.track({name}=...): a {type(part).__name__} has no {method}(), so it cannot be saved"
+                )
+        if name in self._parts and self._parts[name] is not part:
+            raise ConfigError(f"run.track({name}=...): this name is taken; choose another")
+        self._parts[name] = part
+
+    def holds(self, kind: type) -> bool:
+        return any(isinstance(part, kind) for part in self._parts.values())
+
+    @property
+    def due(self) -> bool:
+        """Whether the first member wants a checkpoint now; the others follow it."""
+        if not self.enabled or self._group.rank or not self._every_s:
+            return False
+        return time.monotonic() - self._last_at >= self._every_s
+
+    def save(self, step: int, epoch: int) -> None:
+        """All members together, between two steps. Returns when the state is copied; it is written behind."""
+        self.report()
+        self._last_at = time.monotonic()
+        own = self._group.gather(_bytes_tensor(pack(random_states())))
+        if self._checkpoints is None or own is None:
+            return
+        shared = {name: part.state_dict() for name, part in self._parts.items()}
+        try:
+            snapshot = self._checkpoints.snapshot(shared)
+            self._pending = self._checkpoints.write(
+                step, snapshot, [t.numpy().tobytes() for t in own], {"epoch": epoch, "size": self._group.size}
+            )
+        except CheckpointFailed as error:
+            self._events.emit("checkpoint_failed", step=step, reason=str(error))
+        self._last_at = time.monotonic()
+
+    def report(self, *, wait: bool = False) -> None:
+        """Tell what became of the last checkpoint, if it is known."""
+        if self._pending is None or not (wait or self._pending.done()):
+            return
+        pending, self._pending = self._pending, None
+        try:
+            written = pending.result(600)
+        except (CheckpointFailed, TimeoutError) as error:
+            self._events.emit("checkpoint_failed", reason=str(error))
+            return
+        self._events.emit(
+            "checkpoint",
+            step=written.step,
+            path=str(written.path),
+            seconds=written.seconds,
+            bytes=written.bytes,
+        )
+        if written.note:
+            self._events.emit("warning", message=written.note)
+
+    def clear(self) -> None:
+        """Start over: drop the checkpoints of an earlier run of this name."""
+        if self._checkpoints:
+            self._checkpoints.clear()
+
+    def resume(self) -> tuple[int, int] | None:
+        """Restore the newest good checkpoint on all members; (step, epoch), or None where there is none."""
+        if not self.enabled:
+            return None
+        loaded: Loaded | None = None
+        if self._checkpoints:
+            refused: Callable[[str], None] = lambda reason: self._events.emit("warning", message=reason)  # noqa: E731
+            loaded = self._checkpoints.load_latest(refused)
+        head = b"" if loaded is None else pack({"step": loaded.step, "epoch": loaded.meta["epoch"]})
+        head = self._group.exchange(head)[0]
+        if not head:
+            return None
+        place = unpack(head)
+        shared = self._share(loaded.shared if loaded else None)
+        self._restore(shared)
+        own = self._own(loaded)
+        if own:
+            set_random_states(unpack(own))
+        else:  # a member that the saved run did not have
+            torch.manual_seed(self._seed * 1_000_003 + place["step"] * 1009 + self._group.rank)
+        return int(place["step"]), int(place["epoch"])
+
+    def close(self) -> None:
+        self.report(wait=True)
+        if self._checkpoints:
+            self._checkpoints.close()
+
+    def _share(self, shared: Any) -> Any:
+        if self._group.size == 1:
+            return shared
+        data = pack(shared) if self._group.rank == 0 else b""
+        length = torch.tensor([len(data)])
+        self._group.broadcast(length)
+        flat = _bytes_tensor(data) if data else torch.empty(int(length), dtype=torch.uint8)
+        self._group.broadcast(flat)
+        return shared if self._group.rank == 0 else unpack(flat.numpy().data)
+
+    def _own(self, loaded: Loaded | None) -> bytes:
+        if self._group.rank == 0:
+            assert loaded is not None
+            parts = [*loaded.own, *([b""] * self._group.size)][: self._group.size]
+            mine = self._group.scatter([_bytes_tensor(p) for p in parts])
+        else:
+            mine = self._group.scatter(None)
+        return mine.numpy().tobytes()
+
+    def _restore(self, shared: dict[str, Any]) -> None:
+        for name in [*shared, *self._parts]:
+            if (name in shared) != (name in self._parts):
+                where = "the checkpoint" if name in shared else "this script"
+                raise CheckpointError(
+                    f"{name!r} is in {where} only: the script has changed since the checkpoint was written. "
+                    "Bring it back, or start over with --fresh or another --name"
+                )
+        for name, part in self._parts.items():
+            try:
+                part.load_state_dict(shared[name])
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"{name!r} does not fit its checkpoint: {error}. Start over with --fresh or another --name"
+                ) from None
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,305 @@
+"""Memory that members reduce in place while they compute: where gradient buckets live.
+
+An arena is opened by all members of a group with the same size. `post` hands over a slice of its memory to be summed
+over the members, in the same order everywhere; `progress` does what can be done without waiting; `wait` returns when
+everything posted holds the sum and nobody reads this member's memory any more.
+
+    SharedArena   one host: the slice is reduced where it lies, in shared memory, by the training thread itself;
+                  a thread of its own would only steal a core
+    RingArena     one member per host: a thread drives the ring while the training thread computes
+    StagedArena   memory of a device, summed through another arena in host memory
+
+With `outer`, a SharedArena is the inner half of a hierarchy: the host's first member carries each sum to the other
+hosts' first members and publishes the result.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from paceline.core.errors import Interrupted
+from paceline.core.status import Status
+from paceline.transport.local import Links
+from paceline.transport.segment import DONE, POSTED, PUBLISHED, REDUCED, Lane
+
+_ALIGN = 16  # elements: parts begin at cache lines
+
+
+class Arena(Protocol):
+    """The contract of all arenas."""
+
+    memory: torch.Tensor  # flat, uint8
+
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def waited_s(self) -> float: ...
+    def post(self, flat: torch.Tensor) -> None: ...
+    def progress(self) -> None: ...
+    def wait(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Courier:
+    """A thread that runs blocking reductions in the order they are handed in."""
+
+    def __init__(self, reduce: Callable[[torch.Tensor], None], name: str) -> None:
+        self._reduce = reduce
+        self._queue: queue.SimpleQueue[tuple[torch.Tensor, Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"paceline-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, flat: torch.Tensor) -> Future[None]:
+        future: Future[None] = Future()
+        self._queue.put((flat, future))
+        return future
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        while (job := self._queue.get()) is not None:
+            flat, future = job
+            try:
+                if failure is None:
+                    self._reduce(flat)
+            except BaseException as error:  # handed to whoever waits; later jobs of a broken group fail alike
+                failure = error
+            if failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(failure)
+
+
+class _Operation:
+    """One posted slice: which part I sum, and where the other parts' sums lie."""
+
+    def __init__(self, lane: Lane, offset: int, flat: torch.Tensor, leader: int | None) -> None:
+        size, me = len(lane.segments), lane.index
+        theirs = [s.data[offset : offset + flat.nbytes].view(flat.dtype) for s in lane.segments]
+        per = -(-flat.numel() // (size * _ALIGN)) * _ALIGN
+        cuts = [slice(min(j * per, flat.numel()), min((j + 1) * per, flat.numel())) for j in range(size)]
+        self.flat = flat
+        self.out = flat[cuts[me]]
+        self.terms = [t[cuts[me]] for t in theirs]
+        self.copies = [(flat[cuts[j]], theirs[j][cuts[j]]) for j in range(size) if j != me]
+        self.copies = [(to, of) for to, of in self.copies if to.numel()]
+        self.published = None if leader is None else theirs[leader]
+
+    def sum(self, scratch: torch.Tensor) -> None:
+        """Add everyone's part in the order of ranks, block by block so that partial sums stay in the cache."""
+        if len(self.terms) == 2:
+            torch.add(self.terms[0], self.terms[1], out=self.out)
+            return
+        block = scratch.nbytes // self.out.element_size()
+        partial = scratch.view(self.out.dtype)
+        for start in range(0, self.out.numel(), block):
+            at = slice(start, min(start + block, self.out.numel()))
+            total = partial[: at.stop - at.start]
+            torch.add(self.terms[0][at], self.terms[1][at], out=total)
+            for term in self.terms[2:]:
+                total.add_(term[at])
+            self.out[at].copy_(total)
+
+    def gather(self) -> None:
+        for to, of in self.copies:
+            to.copy_(of)
+
+
+class SharedArena:
+    """An arena in the shared memory of one host."""
+
+    def __init__(
+        self,
+        links: Links,
+        ranks: tuple[int, ...],
+        name: str,
+        nbytes: int,
+        *,
+        limit_s: float,
+        status: Status,
+        outer: Callable[[torch.Tensor], None] | None = None,
+        hierarchical: bool = False,
+    ) -> None:
+        self._lane = Lane(links, ranks, name, nbytes, limit_s=limit_s, status=status)
+        self.memory = self._lane.own.data
+        self._base = self.memory.data_ptr()
+        self._scratch = torch.empty(128 << 10, dtype=torch.uint8)
+        self._known: dict[tuple[int, int, torch.dtype], _Operation] = {}
+        self._queue: list[_Operation] = []  # posted since the last wait
+        self._start = 0  # number of the first of them
+        self._summed = 0  # of the queue
+        self._finished = 0
+        self._hierarchical = hierarchical
+        self._courier = Courier(self._carry(outer), name) if outer else None
+        self._carried: list[Future[None]] = []
+        self._leads = hierarchical and self._lane.index == 0
+        self._sent_bytes = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    @property
+    def waited_s(self) -> float:
+        return self._lane.waited_s
+
+    def post(self, flat: torch.Tensor) -> None:
+        offset = flat.data_ptr() - self._base
+        key = (offset, flat.numel(), flat.dtype)
+        if key not in self._known:
+            self._known[key] = _Operation(self._lane, offset, flat, 0 if self._hierarchical else None)
+        self._queue.append(self._known[key])
+        self._lane.own.raise_to(POSTED, self._start + len(self._queue))
+        self._sent_bytes += flat.nbytes - flat.nbytes // len(self._lane.ranks)
+        self.progress()
+
+    def progress(self) -> None:
+        while self._summed < len(self._queue) and self._lane.reached(POSTED, self._start + self._summed + 1):
+            self._sum_next()
+        while self._finished < self._summed and self._can_finish():
+            self._finish_next()
+
+    def wait(self) -> None:
+        while self._finished < len(self._queue):
+            if self._summed < len(self._queue):
+                self._lane.wait(POSTED, self._start + self._summed + 1)
+                self._sum_next()
+                self.progress()
+                continue
+            number = self._start + self._finished + 1
+            if not self._hierarchical:
+                self._lane.wait(REDUCED, number)
+            elif not self._leads:
+                self._lane.wait(PUBLISHED, number, only=0)
+            else:
+                self._lane.wait(REDUCED, number)
+            self._finish_next()
+        if self._carried:
+            began = time.monotonic()
+            for future in self._carried:
+                future.result()  # bounded: the ring limits its own waits
+            self._carried.clear()
+            self._lane.waited_s += time.monotonic() - began
+        self._start += len(self._queue)
+        self._queue.clear()
+        self._summed = self._finished = 0
+        self._lane.wait(DONE, self._start)
+
+    def close(self) -> None:
+        if self._courier:
+            self._courier.close()
+
+    def _sum_next(self) -> None:
+        operation = self._queue[self._summed]
+        if operation.out.numel():
+            operation.sum(self._scratch)
+        self._summed += 1
+        self._lane.own.raise_to(REDUCED, self._start + self._summed)
+
+    def _can_finish(self) -> bool:
+        number = self._start + self._finished + 1
+        if self._hierarchical and not self._leads:
+            lane = self._lane
+            return not (lane.segments[0].counter(PUBLISHED) - number) & 0x80000000
+        return self._lane.reached(REDUCED, number)
+
+    def _finish_next(self) -> None:
+        operation = self._queue[self._finished]
+        if self._hierarchical and not self._leads:
+            assert operation.published is not None
+            operation.flat.copy_(operation.published)
+        else:
+            operation.gather()
+        self._finished += 1
+        if self._courier:
+            self._carried.append(self._courier.submit(operation.flat))
+        self._lane.own.raise_to(DONE, self._start + self._finished)
+
+    def _carry(self, outer: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        published = 0
+
+        def carry(flat: torch.Tensor) -> None:
+            nonlocal published
+            outer(flat)
+            published += 1
+            self._lane.own.raise_to(PUBLISHED, published)
+
+        return carry
+
+
+class RingArena:
+    """An arena in private memory whose slices travel around a ring of hosts."""
+
+    def __init__(self, reduce: Callable[[torch.Tensor], None], name: str, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._courier = Courier(reduce, name)
+        self._carried: list[Future[None]] = []
+        self.waited_s = 0.0
+        self.sent_bytes = 0  # counted by the ring
+
+    def post(self, flat: torch.Tensor) -> None:
+        self._carried.append(self._courier.submit(flat))
+
+    def progress(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        began = time.monotonic()
+        try:
+            for future in self._carried:
+                future.result()  # bounded: the ring limits its own waits
+        finally:
+            self._carried.clear()
+            self.waited_s += time.monotonic() - began
+
+    def close(self) -> None:
+        self._courier.close()
+
+
+class StagedArena:
+    """An arena in a device's memory, summed through an arena in host memory."""
+
+    def __init__(self, inner: Arena, device: torch.device) -> None:
+        self._inner = inner
+        self.memory = torch.empty(inner.memory.numel(), dtype=torch.uint8, device=device)
+        self._base = self.memory.data_ptr()
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._inner.sent_bytes
+
+    @property
+    def waited_s(self) -> float:
+        return self._inner.waited_s
+
+    def post(self, flat: torch.Tensor) -> None:
+        offset = flat.data_ptr() - self._base
+        host = self._inner.memory[offset : offset + flat.nbytes].view(flat.dtype)
+        host.copy_(flat)
+        self._staged.append((flat, host))
+        self._inner.post(host)
+
+    def progress(self) -> None:
+        self._inner.progress()
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for flat, host in self._staged:
+            flat.copy_(host)
+        self._staged.clear()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+__all__ = ["Arena", "Courier", "Interrupted", "RingArena", "SharedArena", "StagedArena"]

@@ -1,0 +1,272 @@
+"""A group: some of the run's members, and the collectives between them.
+
+On one host they go through shared memory, between hosts around a ring of channels; where several members share a host,
+its first one speaks for it. The strategy uses `arena`; the rest is for users (`run.all_reduce(...)`) and for small talk
+(`exchange`). All members of a group call the same collectives in the same order. Every wait is limited, and the end of
+a member interrupts the others.
+
+>>> import torch
+>>> group = solo()
+>>> group.all_reduce(torch.ones(2))
+tensor([1., 1.])
+>>> group.exchange(b"hello")
+[b'hello']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from paceline.core.errors import ConfigError, Interrupted
+from paceline.transport.arena import Arena, RingArena, SharedArena, StagedArena
+from paceline.transport.shared import Shared
+from paceline.transport.wires import Wires
+
+if TYPE_CHECKING:
+    from paceline.transport.ring import Ring
+
+_OPERATIONS = ("sum", "mean", "max", "min", "product")
+
+
+class Group:
+    """Some members of a run. `rank` and every `root`, `to` and `source` count within the group."""
+
+    def __init__(self, wires: Wires | None, ranks: Sequence[int], name: str = "run") -> None:
+        self.ranks = tuple(ranks)
+        self.name = name
+        self.size = len(self.ranks)
+        self._wires = wires
+        self._children = 0
+        self._arenas: list[Arena] = []
+        self._rings: list[Ring] = []
+        self._all: Ring | None = None
+        self._local: Shared | None = None
+        self._leaders: Ring | None = None
+        self.rank = 0
+        if wires is None or self.size == 1:
+            return
+        self.rank = self.ranks.index(wires.rank)
+        self._hosts = [tuple(r for r in host if r in self.ranks) for host in wires.view.hosts()]
+        self._hosts = [host for host in self._hosts if host]
+        self._mine = next(host for host in self._hosts if wires.rank in host)
+        if len(self._mine) > 1:
+            self._local = Shared(wires.links, self._mine, name, limit_s=wires.limit_s, status=wires.status)
+        if len(self._hosts) > 1 and self._mine[0] == wires.rank:
+            self._leaders = self._ring([host[0] for host in self._hosts], f"{name}/leaders")
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of this member's that others have read, over all collectives and arenas of this group."""
+        shared = self._local.sent_bytes if self._local else 0
+        return shared + sum(a.sent_bytes for a in self._arenas) + sum(r.sent_bytes for r in self._rings)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the training thread has waited for others in arenas and shared memory."""
+        shared = self._local.waited_s if self._local else 0.0
+        return shared + sum(a.waited_s for a in self._arenas)
+
+    def arena(self, nbytes: int, device: torch.device | None = None) -> Arena:
+        """Memory for buckets, opened by all members together; see `paceline.transport.arena`."""
+        wires = self._need_wires()
+        self._children += 1
+        name = f"{self.name}/arena-{self._children}"
+        arena: Arena
+        if len(self._mine) == 1:
+            ring = self._ring([host[0] for host in self._hosts], name)
+            arena = RingArena(ring.all_reduce, name, nbytes)
+        else:
+            outer = None
+            if len(self._hosts) > 1 and self._mine[0] == wires.rank:
+                outer = self._ring([host[0] for host in self._hosts], name).all_reduce
+            arena = SharedArena(
+                wires.links,
+                self._mine,
+                name,
+                nbytes,
+                limit_s=wires.limit_s,
+                status=wires.status,
+                outer=outer,
+                hierarchical=len(self._hosts) > 1,
+            )
+        if device is not None and device.type != "cpu":
+            arena = StagedArena(arena, device)
+        self._arenas.append(arena)
+        return arena
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce over the members, in place: sum, mean, max, min or product."""
+        if op not in _OPERATIONS:
+            raise ConfigError(f"unknown operation {op!r}: known are {', '.join(_OPERATIONS)}")
+        if self.size == 1:
+            return tensor
+        if op in ("max", "min", "product"):
+            stacked = torch.stack(self.all_gather(tensor))
+            if op == "product":
+                return tensor.copy_(stacked.prod(0))
+            return tensor.copy_(stacked.amax(0) if op == "max" else stacked.amin(0))
+        flat = _flat(tensor)
+        if self._local:
+            self._local.all_reduce(flat)
+        if self._leaders:
+            self._leaders.all_reduce(flat)
+        if self._local and len(self._hosts) > 1:
+            self._local.broadcast(flat, 0)
+        _restore(tensor, flat)
+        return tensor.div_(self.size) if op == "mean" else tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everyone's tensor, in the order of ranks; all have the same shape."""
+        if self.size == 1:
+            return [tensor.clone()]
+        flat = _flat(tensor)
+        out = torch.empty(self.size * flat.numel(), dtype=flat.dtype)
+        (self._local if len(self._hosts) == 1 and self._local else self._everyone()).all_gather(flat, out)
+        rows = out.view(self.size, *tensor.shape).to(tensor.device)
+        return list(rows.unbind(0))
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """My row of the sum of everyone's tensor, whose first dimension is the size of the group."""
+        if tensor.shape[:1] != (self.size,):
+            raise ConfigError(f"reduce_scatter wants a first dimension of {self.size}, got shape {tuple(tensor.shape)}")
+        if self.size == 1:
+            return tensor[0].clone()
+        flat = _flat(tensor)
+        out = torch.empty(flat.numel() // self.size, dtype=flat.dtype)
+        (self._local if len(self._hosts) == 1 and self._local else self._everyone()).reduce_scatter(flat, out)
+        return out.view(tensor.shape[1:]).to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Everyone's tensor becomes the root's, in place."""
+        self._check(root)
+        if self.size == 1:
+            return tensor
+        flat = _flat(tensor)
+        (self._local if len(self._hosts) == 1 and self._local else self._everyone()).broadcast(flat, root)
+        return _restore(tensor, flat)
+
+    def gather(self, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
+        """Everyone's tensor on the root, None elsewhere; shapes may differ."""
+        self._check(root)
+        if self.rank != root:
+            self.send(tensor, root)
+            return None
+        return [tensor.clone() if r == root else self.recv(r).to(tensor.device) for r in range(self.size)]
+
+    def scatter(self, tensors: Sequence[torch.Tensor] | None, root: int = 0) -> torch.Tensor:
+        """One of the root's tensors for each member; the others pass None."""
+        self._check(root)
+        if self.rank != root:
+            return self.recv(root)
+        if tensors is None or len(tensors) != self.size:
+            raise ConfigError(f"scatter wants {self.size} tensors on the root")
+        for r, tensor in enumerate(tensors):
+            if r != root:
+                self.send(tensor, r)
+        return tensors[root].clone()
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a tensor to one member, which must `recv` it."""
+        wires = self._need_wires()
+        self._check(to, other=True)
+        flat = _flat(tensor)
+        head = msgspec.msgpack.encode((str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+        channel = wires.mesh.channel(self.ranks[to], f"{self.name}/direct")
+        channel.send(head)
+        channel.send(_bytes(flat))
+
+    def recv(self, source: int) -> torch.Tensor:
+        """The next tensor that a member sends to this one."""
+        wires = self._need_wires()
+        self._check(source, other=True)
+        channel = wires.mesh.channel(self.ranks[source], f"{self.name}/direct")
+        return _unpack(channel.recv(wires.limit_s), channel.recv(wires.limit_s))
+
+    def barrier(self) -> None:
+        """Return when all members have come here."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1))
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes, in the order of ranks; lengths may differ."""
+        if self.size == 1:
+            return [data]
+        lengths = [int(n) for n in self.all_gather(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [row[:n].numpy().tobytes() for row, n in zip(self.all_gather(padded), lengths)]
+
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        """A group of some of these members (all members call this); None where this one is not among them."""
+        for rank in ranks:
+            self._check(rank)
+        self._children += 1
+        if self.rank not in ranks:
+            return None
+        chosen = [self.ranks[r] for r in sorted(set(ranks))]
+        return Group(self._wires, chosen, f"{self.name}/group-{self._children}")
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+
+    def _ring(self, ranks: Sequence[int], lane: str) -> Ring:
+        from paceline.transport.ring import Ring
+
+        ring = Ring(self._need_wires().mesh, ranks, lane)
+        self._rings.append(ring)
+        return ring
+
+    def _everyone(self) -> Ring:
+        """A ring of all members, for what has no way through shared memory."""
+        if self._all is None:
+            self._all = self._ring(self.ranks, f"{self.name}/all")
+        return self._all
+
+    def _need_wires(self) -> Wires:
+        if self._wires is None:
+            raise ConfigError("this run has one member: there is nobody to send to or receive from")
+        return self._wires
+
+    def _check(self, rank: int, *, other: bool = False) -> None:
+        if not 0 <= rank < self.size or (other and rank == self.rank):
+            others = "another member, " if other else ""
+            raise ConfigError(f"no such member: {rank}; allowed are {others}0 to {self.size - 1}")
+
+
+def solo() -> Group:
+    """The group of a run of one."""
+    return Group(None, (0,))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous().view(-1)
+
+
+def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """Put the result where the caller expects it, unless it is there already."""
+    if tensor.device.type == "cpu" and tensor.data_ptr() == flat.data_ptr() and tensor.is_contiguous():
+        return tensor
+    with torch.no_grad():
+        return tensor.copy_(flat.view(tensor.shape))
+
+
+def _bytes(flat: torch.Tensor) -> memoryview:
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def _unpack(head: bytearray, body: bytearray) -> torch.Tensor:
+    try:
+        name, shape = msgspec.msgpack.decode(head, type=tuple[str, list[int]])
+        dtype = getattr(torch, name)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"no such dtype: {name}")
+        flat = torch.frombuffer(body, dtype=dtype) if body else torch.empty(0, dtype=dtype)
+        return flat.view(shape)
+    except (msgspec.DecodeError, AttributeError, ValueError, RuntimeError) as error:
+        raise Interrupted(f"a member sent a tensor that cannot be read: {error}") from None

@@ -1,0 +1,185 @@
+"""Collectives between the members of one host, through blocks of shared memory.
+
+A tensor passes in blocks through a few slots of each member's segment, so that the traffic between members stays in
+the processor's caches; memory sees only the tensor itself. Each block of an all-reduce is cut into one part per member:
+
+    stage   copy the others' parts into my slot                      POSTED
+    reduce  add my part of everyone's slot, in the order of ranks    REDUCED
+    gather  copy the other parts' sums out of the others' slots      DONE
+
+Stage of the next block comes before reduce of this one, and gather follows one block behind, so that members rarely
+wait for each other. Every sum is made once, by one member, in the order of ranks: the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.core.status import Status
+from paceline.transport.local import Links
+from paceline.transport.segment import DONE, POSTED, REDUCED, Lane
+
+_SLOTS = 3
+_BLOCK_BYTES = 2 << 20
+_ALIGN = 64
+
+
+class Shared:
+    """Collectives over one lane. Tensors are flat, contiguous and on the CPU."""
+
+    def __init__(self, links: Links, ranks: tuple[int, ...], name: str, *, limit_s: float, status: Status) -> None:
+        self.size = len(ranks)
+        self._chunk = max(_BLOCK_BYTES // self.size // _ALIGN, 1) * _ALIGN
+        self._slot = self._chunk * (self.size + 1)  # a part for every member, and my sum
+        self._lane = Lane(links, ranks, name, _SLOTS * self._slot, limit_s=limit_s, status=status)
+        self._me = self._lane.index
+        self._round = 0
+        self.sent_bytes = 0  # what the others read of mine
+
+    @property
+    def waited_s(self) -> float:
+        return self._lane.waited_s
+
+    def all_reduce(self, flat: torch.Tensor) -> None:
+        """Sum over the members, in place."""
+        if not flat.numel():
+            return
+        block = self._chunk // flat.element_size() * self.size
+        blocks = [flat[i : i + block] for i in range(0, flat.numel(), block)]
+        parts = [self._parts(b) for b in blocks]
+        first = self._round
+        self._stage(first, parts[0])
+        for k, mine in enumerate(parts):
+            if k + 1 < len(parts):
+                self._stage(first + k + 1, parts[k + 1])
+            self._reduce(first + k, mine)
+            if k:
+                self._gather(first + k - 1, parts[k - 1])
+        self._gather(first + len(parts) - 1, parts[-1])
+        self._round += len(parts)
+        self.sent_bytes += flat.nbytes - flat.nbytes // self.size + flat.nbytes // self.size * (self.size - 1)
+
+    def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """`out`, of size times the elements, gets everyone's `flat` in the order of ranks."""
+        rows = out.view(self.size, -1)
+
+        def read(i: int, at: slice, slots: Sequence[torch.Tensor]) -> None:
+            for row, slot in zip(rows, slots):
+                row[at].copy_(slot)
+
+        self._rounds(flat.numel(), flat.dtype, lambda at, slot: slot.copy_(flat[at]), read)
+        self.sent_bytes += flat.nbytes * (self.size - 1)
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """`out` gets my row of the sum of everyone's `flat`, which holds one row per member."""
+        rows = flat.view(self.size, -1)
+        for row in range(self.size):
+
+            def write(at: slice, slot: torch.Tensor, row: int = row) -> None:
+                slot.copy_(rows[row][at])
+
+            def read(i: int, at: slice, slots: Sequence[torch.Tensor], row: int = row) -> None:
+                if row == self._me:
+                    _sum(slots, out[at])
+
+            self._rounds(out.numel(), flat.dtype, write, read)
+        self.sent_bytes += flat.nbytes - out.nbytes
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Everyone's `flat` becomes the root's."""
+
+        def write(at: slice, slot: torch.Tensor) -> None:
+            if self._me == root:
+                slot.copy_(flat[at])
+
+        def read(i: int, at: slice, slots: Sequence[torch.Tensor]) -> None:
+            if self._me != root:
+                flat[at].copy_(slots[root])
+
+        self._rounds(flat.numel(), flat.dtype, write, read)
+        if self._me == root:
+            self.sent_bytes += flat.nbytes * (self.size - 1)
+
+    def _stage(self, k: int, parts: list[torch.Tensor]) -> None:
+        self._lane.wait(DONE, k + 1 - _SLOTS)
+        slot = self._slot_of(self._me, k, parts[0].dtype)
+        for j, part in enumerate(parts):
+            if j != self._me and part.numel():
+                slot[j, : part.numel()].copy_(part)
+        self._lane.own.raise_to(POSTED, k + 1)
+
+    def _reduce(self, k: int, parts: list[torch.Tensor]) -> None:
+        mine = parts[self._me]
+        self._lane.wait(POSTED, k + 1)
+        if n := mine.numel():
+            result = self._slot_of(self._me, k, mine.dtype)[self.size, :n]
+            terms = [mine if j == self._me else self._slot_of(j, k, mine.dtype)[self._me, :n] for j in range(self.size)]
+            _sum(terms, result)
+        self._lane.own.raise_to(REDUCED, k + 1)
+        if n:
+            mine.copy_(result)
+
+    def _gather(self, k: int, parts: list[torch.Tensor]) -> None:
+        self._lane.wait(REDUCED, k + 1)
+        for j, part in enumerate(parts):
+            if j != self._me and part.numel():
+                part.copy_(self._slot_of(j, k, part.dtype)[self.size, : part.numel()])
+        self._lane.own.raise_to(DONE, k + 1)
+
+    def _rounds(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        write: Callable[[slice, torch.Tensor], object],
+        read: Callable[[int, slice, Sequence[torch.Tensor]], None],
+    ) -> None:
+        """Everyone writes a block into its slot, then reads the others'; the next write overlaps the others' reads."""
+        step = self._slot // dtype.itemsize
+        starts = range(0, numel, step)
+        pending: list[tuple[int, int, slice]] = []
+
+        def drain() -> None:
+            i, k, at = pending.pop()
+            self._lane.wait(POSTED, k + 1)
+            slots = [self._slot_of(j, k, dtype).reshape(-1)[: at.stop - at.start] for j in range(self.size)]
+            read(i, at, slots)
+            self._lane.own.raise_to(REDUCED, k + 1)
+            self._lane.own.raise_to(DONE, k + 1)
+
+        for i, start in enumerate(starts):
+            k = self._round + i
+            at = slice(start, min(start + step, numel))
+            self._lane.wait(DONE, k + 1 - _SLOTS)
+            write(at, self._slot_of(self._me, k, dtype).reshape(-1)[: at.stop - at.start])
+            self._lane.own.raise_to(POSTED, k + 1)
+            if pending:
+                drain()
+            pending.append((i, k, at))
+        if pending:
+            drain()
+        self._round += len(starts)
+
+    def barrier(self) -> None:
+        """Return when all members have come here."""
+        self._round += 1
+        for word in (POSTED, REDUCED, DONE):
+            self._lane.own.raise_to(word, self._round)
+        self._lane.wait(POSTED, self._round)
+
+    def _slot_of(self, index: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+        start = k % _SLOTS * self._slot
+        data = self._lane.segments[index].data[start : start + self._slot]
+        return data.view(dtype).view(self.size + 1, -1)
+
+    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
+        per = -(-block.numel() // self.size)
+        return [block[min(j * per, block.numel()) : min((j + 1) * per, block.numel())] for j in range(self.size)]
+
+
+def _sum(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Add in the order given. `out` may be none of the terms but the first or, with two terms, either."""
+    torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out.add_(term)

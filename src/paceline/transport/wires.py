@@ -1,0 +1,67 @@
+"""What one member holds to reach the others: a door for its own host, a listener for the rest, and what grew from them.
+
+Opened before the members meet, so that the names can be told to all; joined to the others when the view is known.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from paceline.core.errors import ConfigError
+from paceline.core.status import Status
+from paceline.core.view import Member, View
+from paceline.transport.address import is_loopback
+from paceline.transport.channel import Listener
+from paceline.transport.local import Door, Links
+from paceline.transport.mesh import Mesh
+
+
+class Wires:
+    """All connections of one member in one view."""
+
+    def __init__(self, token: str, address: str = "127.0.0.1", *, encrypt: bool | None = None) -> None:
+        self._door = Door(token)
+        self._listener = Listener(address, token=token, encrypt=encrypt)
+        self._token = token
+
+    def describe(self, rank: int, host: str) -> Member:
+        """This member as the others will see it."""
+        return Member(rank=rank, host=host, pid=os.getpid(), address=self._listener.address, local=self._door.name)
+
+    def join(self, view: View, rank: int, *, limit_s: float, status: Status) -> None:
+        """Connect to the members of this host; channels to other hosts are opened when first used."""
+        self.view = view
+        self.rank = rank
+        self.limit_s = limit_s
+        self.status = status
+        self.links = Links(view, rank, self._door, limit_s)
+        self.mesh = Mesh(view, rank, self._token, self._listener, limit_s)
+
+    def close(self) -> None:
+        """Close everything; whoever waits for this member is told at once."""
+        if hasattr(self, "links"):
+            self.links.close()
+            self.mesh.close()
+        self._door.close()
+        self._listener.close()
+
+
+def own_address(towards: str) -> str:
+    """The address of this host on the way to another one: that of the interface which leads there.
+
+    >>> own_address("127.0.0.1")
+    '127.0.0.1'
+    """
+    try:
+        family, _, _, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot find the host {towards!r}: {error}") from None
+    if is_loopback(str(where[0])):
+        return str(where[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        try:
+            probe.connect(where)
+        except OSError as error:
+            raise ConfigError(f"no route to the host {towards!r}: {error}") from None
+        return str(probe.getsockname()[0])
