@@ -1,0 +1,220 @@
+"""What a run came to: throughput, bytes, where the time went, who was slowest, and one piece of advice.
+
+Made from the "end" event of the first member, which carries what every member counted; written as
+summary.json and shown as a table when the run ends.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.core.events import Event
+from paceline.train import figures
+
+WAIT_LIMIT = 0.30  # shares of the time above which something is worth saying
+DATA_LIMIT = 0.20
+_SLOWER = 1.10  # how much busier than the others a member must be for them to wait for it
+_EVEN = 1.02  # below which no member is called the slowest
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """One member's part. The three shares are of its own time; they add up to 1."""
+
+    rank: int
+    host: str = ""
+    samples: float = 0.0
+    seconds: float = 0.0
+    samples_per_s: float = 0.0
+    sent_bytes: float = 0.0
+    data_share: float = 0.0
+    compute_share: float = 0.0
+    wait_share: float = 0.0
+    busy_s: float = 0.0  # data and compute: its own doing, not the wait that others cause
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole run; shares are over the time of all members together."""
+
+    name: str = ""
+    strategy: str = ""
+    outcome: str = ""
+    size: int = 1
+    step: int = 0
+    resumed_step: int = 0
+    seconds: float = 0.0
+    samples: float = 0.0
+    samples_per_s: float = 0.0
+    sent_bytes: float = 0.0
+    data_share: float = 0.0
+    compute_share: float = 0.0
+    wait_share: float = 0.0
+    slowest: int | None = None  # rank of the member with the most work of its own; None: alone, or all even
+    slowest_by: float = 1.0  # its busy time over the mean of the others'
+    advice: str = ""
+    members: tuple[Share, ...] = ()
+
+
+def summarise(end: Event, start: Event | None = None) -> Summary:
+    """The summary of an "end" event; what the "start" event said about the run goes along.
+
+    >>> a = {"rank": 0, "samples": 600, "seconds": 10, "data_s": 1, "compute_s": 4, "wait_s": 5}
+    >>> b = {"rank": 1, "samples": 600, "seconds": 10, "data_s": 0, "compute_s": 10, "wait_s": 0}
+    >>> s = summarise({"outcome": "finished", "members": [a, b]})
+    >>> s.samples_per_s, s.wait_share, s.slowest, s.slowest_by
+    (120.0, 0.25, 1, 2.0)
+    """
+    start = start or {}
+    raw = sorted(end.get("members") or [], key=lambda m: _amount(m, "rank"))
+    shares = tuple(map(_share, raw))
+    times = {key: sum(_amount(m, key) for m in raw) for key in ("data_s", "compute_s", "wait_s")}
+    whole = sum(times.values())
+    seconds = max((s.seconds for s in shares), default=0.0) or _amount(end, "seconds")
+    samples = sum(s.samples for s in shares)
+    slowest, slowest_by = _slowest(shares)
+    summary = Summary(
+        name=str(start.get("name") or ""),
+        strategy=str(start.get("strategy") or ""),
+        outcome=str(end.get("outcome") or ""),
+        size=int(_amount(start, "size")) or len(shares) or 1,
+        step=int(_amount(end, "step")),
+        resumed_step=int(_amount(start, "resumed_step")),
+        seconds=_amount(end, "seconds") or seconds,
+        samples=samples,
+        samples_per_s=samples / seconds if seconds else 0.0,
+        sent_bytes=sum(s.sent_bytes for s in shares),
+        data_share=times["data_s"] / whole if whole else 0.0,
+        compute_share=times["compute_s"] / whole if whole else 0.0,
+        wait_share=times["wait_s"] / whole if whole else 0.0,
+        slowest=slowest,
+        slowest_by=slowest_by,
+        members=shares,
+    )
+    return msgspec.structs.replace(summary, advice=_advice(summary))
+
+
+def write_summary(summary: Summary, run_dir: Path) -> Path:
+    """Writes summary.json; a reader sees the old one or the new one, never a part."""
+    path = run_dir / "summary.json"
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    os.replace(part, path)
+    return path
+
+
+def table(summary: Summary) -> RenderableType:
+    """The summary as rich shows it."""
+    head = Text()
+    head.append(summary.outcome or "ended", style=_OUTCOMES.get(summary.outcome, "bold"))
+    facts = [f"{summary.step:,} steps", f"{figures.duration(summary.seconds)}"]
+    facts += [f"{figures.count(summary.samples_per_s)} samples/s", f"{figures.size(summary.sent_bytes)} sent"]
+    head.append("  " + "  ".join(facts))
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    rows.add_column("member", justify="right")
+    rows.add_column("host", overflow="ellipsis", no_wrap=True, max_width=24)
+    for name in ("samples", "samples/s", "sent", "data", "compute", "wait"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    rows.add_column("")
+    for m in summary.members:
+        slow = m.rank == summary.slowest
+        note = f"slowest, {summary.slowest_by:.2f}x the others" if slow else ""
+        rows.add_row(*_cells(str(m.rank), m.host, m), note, style="yellow" if slow else "")
+    if len(summary.members) > 1:
+        rows.add_section()
+        rows.add_row(*_cells("all", "", summary), "", style="bold")
+    parts: list[RenderableType] = [head]
+    if summary.members:
+        parts += ["", rows]
+    if summary.advice:
+        parts += ["", Text("advice: " + summary.advice, style="yellow")]
+    return Group(*parts)
+
+
+def text(summary: Summary, width: int = 200) -> str:
+    """The table as plain text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(table(summary))
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def print_summary(summary: Summary, stream: IO[str] | None = None) -> None:
+    """Shows the table, as plain text where there is no terminal."""
+    stream = stream if stream is not None else sys.stdout
+    try:
+        if stream.isatty():
+            Console(file=stream, highlight=False).print(table(summary))
+        else:
+            stream.write(text(summary))
+            stream.flush()
+    except (OSError, ValueError):  # nobody reads any more; the same is in summary.json
+        return
+
+
+_OUTCOMES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
+
+
+def _cells(first: str, host: str, part: Share | Summary) -> list[str | Text]:
+    counts = [figures.count(part.samples), figures.count(part.samples_per_s), figures.size(part.sent_bytes)]
+    shares = [figures.percent(s) for s in (part.data_share, part.compute_share, part.wait_share)]
+    return [first, Text(host), *counts, *shares]
+
+
+def _amount(fields: dict[str, Any], key: str) -> float:
+    x = figures.value(fields.get(key) or 0.0)
+    return x if 0.0 <= x < float("inf") else 0.0
+
+
+def _share(m: dict[str, Any]) -> Share:
+    data, compute, wait = (_amount(m, key) for key in ("data_s", "compute_s", "wait_s"))
+    whole = data + compute + wait
+    seconds = _amount(m, "seconds") or whole
+    samples = _amount(m, "samples")
+    return Share(
+        rank=int(_amount(m, "rank")),
+        host=str(m.get("host") or ""),
+        samples=samples,
+        seconds=seconds,
+        samples_per_s=samples / seconds if seconds else 0.0,
+        sent_bytes=_amount(m, "sent_bytes"),
+        data_share=data / whole if whole else 0.0,
+        compute_share=compute / whole if whole else 0.0,
+        wait_share=wait / whole if whole else 0.0,
+        busy_s=data + compute,
+    )
+
+
+def _slowest(shares: tuple[Share, ...]) -> tuple[int | None, float]:
+    """The member with the most work of its own, and how it compares with the mean of the others."""
+    if len(shares) < 2:
+        return None, 1.0
+    slowest = max(shares, key=lambda s: s.busy_s)
+    others = sum(s.busy_s for s in shares if s is not slowest) / (len(shares) - 1)
+    by = slowest.busy_s / others if others else 1.0
+    return (slowest.rank, by) if by > _EVEN else (None, 1.0)
+
+
+def _advice(s: Summary) -> str:
+    """One line about what stands out most, or ""."""
+    if s.wait_share > WAIT_LIMIT and s.size > 1:
+        waited = f"members wait {figures.percent(s.wait_share)} of the time"
+        if s.slowest is None or s.slowest_by < _SLOWER:
+            return f"{waited}, for the exchange, not for one of them: a larger batch or run.accumulate() helps"
+        slow = next(m for m in s.members if m.rank == s.slowest)
+        if slow.data_share > slow.compute_share:
+            return f"{waited} for member {s.slowest}, whose data comes late: raise workers= of run.loader()"
+        busier = f"which is busy {s.slowest_by:.1f}x as long as the others"
+        return f"{waited} for member {s.slowest}, {busier}: give it a faster or less loaded host"
+    if s.data_share > DATA_LIMIT:
+        share = figures.percent(s.data_share)
+        return f"{share} of the time goes into waiting for data: raise workers= of run.loader()"
+    return ""

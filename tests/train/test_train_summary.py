@@ -1,0 +1,129 @@
+"""The summary of a run, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.train.summary import Summary, print_summary, summarise, table, text, write_summary
+
+
+def member(rank: int, data: float, compute: float, wait: float, **fields: Any) -> dict[str, Any]:
+    seconds = data + compute + wait
+    given = {"rank": rank, "data_s": data, "compute_s": compute, "wait_s": wait, "seconds": seconds}
+    return given | {"samples": 1000, "sent_bytes": 2_000_000, "host": "a"} | fields
+
+
+def end(*members: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"kind": "end", "outcome": "finished", "step": 50, "seconds": 12.0, "members": list(members)} | fields
+
+
+START = {"kind": "start", "name": "digits", "strategy": "allreduce", "size": 3, "resumed_step": 20}
+
+
+def test_figures_of_three_members() -> None:
+    # Each took 10 s. Members 0 and 2 waited for member 1, which waited for nobody.
+    s = summarise(end(member(2, 1, 3, 6), member(0, 0, 5, 5), member(1, 1, 9, 0, samples=500, host="b")), START)
+    assert (s.name, s.strategy, s.size, s.outcome, s.step, s.resumed_step) == (
+        "digits",
+        "allreduce",
+        3,
+        "finished",
+        50,
+        20,
+    )
+    assert s.seconds == 12
+    assert s.samples == 2500
+    assert s.samples_per_s == 250  # over the 10 s of training, not the 12 s of the whole run
+    assert s.sent_bytes == 6_000_000
+    assert (s.data_share, s.compute_share, s.wait_share) == pytest.approx((2 / 30, 17 / 30, 11 / 30))
+    assert [m.rank for m in s.members] == [0, 1, 2]
+    assert [m.samples_per_s for m in s.members] == [100, 50, 100]
+    assert [m.wait_share for m in s.members] == [0.5, 0, 0.6]
+    assert [m.busy_s for m in s.members] == [5, 10, 4]
+    assert s.slowest == 1
+    assert s.slowest_by == pytest.approx(10 / 4.5)
+    assert s.members[1].host == "b"
+
+
+def test_the_slowest_is_who_works_longest_not_who_waits_longest() -> None:
+    s = summarise(end(member(0, 0, 2, 8), member(1, 0, 10, 0)))
+    assert s.slowest == 1
+
+
+def test_even_members_have_no_slowest() -> None:
+    assert summarise(end(member(0, 0, 10, 1), member(1, 0, 10.1, 1))).slowest is None
+    assert summarise(end(member(0, 0, 10, 1))).slowest is None
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ([member(0, 0, 5, 5), member(1, 0, 9, 1)], ""),  # 30% exactly
+        ([member(0, 0, 4, 6), member(1, 0, 9, 1)], "wait 35% of the time for member 1, which is busy 2.2x"),
+        ([member(0, 0, 2, 8), member(1, 8, 2, 0)], "for member 1, whose data comes late"),
+        ([member(0, 0, 5, 5), member(1, 0, 5, 5)], "wait 50% of the time, for the exchange"),
+        ([member(0, 3, 7, 0), member(1, 3, 7, 0)], "30% of the time goes into waiting for data: raise workers"),
+        ([member(0, 2, 8, 0)], ""),  # 20% exactly
+        ([member(0, 0, 4, 6)], ""),  # nobody else to wait for
+    ],
+)
+def test_advice(members: list[dict[str, Any]], said: str) -> None:
+    advice = summarise(end(*members)).advice
+    assert said in advice
+    assert bool(said) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"members": []},
+        {"members": None, "outcome": None},
+        {"members": [{"rank": 0}, {"rank": 1}]},
+        {"members": [{"rank": 0, "samples": "nan", "data_s": None, "compute_s": "inf", "seconds": -1}]},
+    ],
+)
+def test_what_is_missing_counts_as_nothing(event: dict[str, Any]) -> None:
+    s = summarise(event)
+    assert (s.samples, s.samples_per_s, s.wait_share, s.advice) == (0, 0, 0, "")
+    assert text(s).startswith("ended  0 steps")
+
+
+def test_the_table_as_text() -> None:
+    s = summarise(end(member(0, 0, 4, 6), member(1, 0, 9, 1, host="[b]")), START)
+    lines = text(s).splitlines()
+    assert lines[0] == "finished  50 steps  0:12  200 samples/s  4.0 MB sent"
+    rows = [line.split() for line in lines if line.strip()]
+    assert rows[1] == ["member", "host", "samples", "samples/s", "sent", "data", "compute", "wait"]
+    assert rows[3] == ["0", "a", "1,000", "100", "2.0", "MB", "0%", "40%", "60%"]
+    assert rows[4][:9] == ["1", "[b]", "1,000", "100", "2.0", "MB", "0%", "90%", "10%"]
+    assert rows[4][9:] == ["slowest,", "2.25x", "the", "others"]
+    assert rows[5] == ["all", "2,000", "200", "4.0", "MB", "0%", "65%", "35%"]
+    assert lines[-1].startswith("advice: members wait 35%")
+    widths = {line.index("MB") for line in lines[1:] if "MB" in line}
+    assert len(widths) == 1  # numbers stand below each other
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_printing_where_there_is_no_terminal() -> None:
+    s = summarise(end(member(0, 0, 4, 6), member(1, 0, 9, 1)), START)
+    stream = io.StringIO()
+    print_summary(s, stream)
+    assert stream.getvalue() == text(s)
+    assert "\x1b" not in stream.getvalue()
+    stream.close()
+    print_summary(s, stream)  # nobody is there to read
+    assert table(s) is not None
+
+
+def test_summary_json_reads_back(tmp_path: Path) -> None:
+    s = summarise(end(member(0, 0, 4, 6), member(1, 0, 9, 1)), START)
+    path = write_summary(s, tmp_path)
+    assert path == tmp_path / "summary.json"
+    assert msgspec.json.decode(path.read_bytes(), type=Summary) == s
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
