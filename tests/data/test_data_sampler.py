@@ -23,9 +23,7 @@ PARTITIONS: dict[str, Partition] = {
 }
 
 
-def course(
-    partition: Partition, length: int, batch_size: int, rank: int, size: int, **more: object
-) -> Course:
+def course(partition: Partition, length: int, batch_size: int, rank: int, size: int, **more: object) -> Course:
     history = more.pop("history", [])
     shuffle = more.pop("shuffle", True)
     sampler = Sampler(
@@ -56,8 +54,7 @@ def test_each_sample_once_over_any_changes_of_size(
     for number, (size, batch_size, batches) in enumerate(legs):
         last = number == len(legs) - 1
         members = [
-            course(partition, length, batch_size, rank, size, history=history, shuffle=shuffle)
-            for rank in range(size)
+            course(partition, length, batch_size, rank, size, history=history, shuffle=shuffle) for rank in range(size)
         ]
         assert len({member.batches for member in members}) == 1, "all loops end at the same step"
         end = members[0].batches if last else min(members[0].batches, members[0].done + batches)

@@ -47,8 +47,10 @@ class Batches:
         if self._over:
             raise StopIteration
         loader = self._loader
-        start = perf_counter()
         try:
+            if loader.before:
+                loader.before()
+            start = perf_counter()
             item = self._next_item()
             took = perf_counter() - start
             loader.wait_s += took
@@ -95,9 +97,7 @@ class Batches:
             line: Iterator[Any] = map_workers(self._reader, loader.workers, ahead)
         else:
             if loader.workers > 1:
-                loader.note(
-                    "a stream is read by one worker process, since several would read the same samples"
-                )
+                loader.note("a stream is read by one worker process, since several would read the same samples")
             line = stream_worker(self._reader, ahead)
         return Background(self._sent(line), 1) if self._ahead else line
 

@@ -49,9 +49,7 @@ class SampleFetch:
 
     draws = True  # perhaps
 
-    def __init__(
-        self, dataset: Any, collate: Collate | None, after: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, after: Callable[[Any], Any] | None = None) -> None:
         self.dataset, self.collate, self.after = dataset, collate or default_collate, after
 
     def __call__(self, indices: Tensor | list[int]) -> Any:

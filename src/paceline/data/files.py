@@ -110,9 +110,7 @@ def _next_few(samples: Iterator[Any], count: int) -> list[Any]:
 class FileFeed:
     """One epoch over files, from what was consumed of each file on."""
 
-    def __init__(
-        self, dataset: Files, cut: Cut, state: dict[str, Any], *, shuffle: bool, agree: Agree | None
-    ) -> None:
+    def __init__(self, dataset: Files, cut: Cut, state: dict[str, Any], *, shuffle: bool, agree: Agree | None) -> None:
         count = len(dataset.paths)
         self.dataset, self.cut = dataset, cut
         self.agree = agree  # None: members need not keep step
@@ -160,9 +158,7 @@ class FileFeed:
                 "samples over all files, start fewer members, or leave partition out"
             )
         if not any(reals) and not self.consumed:
-            raise ConfigError(
-                "ByFile: drop_last=True leaves no batch: use a smaller batch_size or drop_last=False"
-            )
+            raise ConfigError("ByFile: drop_last=True leaves no batch: use a smaller batch_size or drop_last=False")
 
     def _count(self, rank: int, real: int, ends: list[int]) -> None:
         self.consumed += real

@@ -4,8 +4,10 @@ The user iterates it, `run.loader` makes it. A `Loader` knows the dataset and ho
 iteration is a `Batches`. Batches are counted where they are handed out: what was only fetched ahead is not
 consumed.
 
-An iteration begins where the loaded state says, else at the start of the epoch. Iterating again without
-`set_epoch` is the next epoch, so that a bare loop over a loader sees a new order each time.
+Iterating a second time in one epoch is another pass, with an order of its own. After `load_state_dict`, the
+first pass goes on where the saved one stood, so a pass that was over when it was saved gives nothing more: the
+script that is run again finds done what was done. A loader without `pad` is for evaluation: its members need
+not be at the same place, so it has no place to save, and always starts over.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from paceline.data.batches import Batches
 from paceline.data.fetch import Collate
 from paceline.data.files import Agree
 from paceline.data.partition import ByFile, Partition
+from paceline.data.randomness import mix
 from paceline.data.source import Feed, Terms, source_of
 
 
@@ -37,6 +40,7 @@ class Loader:
     pad: a member that has run out before others gets fillers, with `last_real` 0, so that all loops end at
         the same step. Without it only real samples are handed out, for evaluation.
     agree: all-gather of one number, for `ByFile`.
+    before: called when the user asks for a batch, before anything of it is counted.
     draw: called with (real samples, batch_size) as each batch is handed out.
     on_note: called with what the user should know.
 
@@ -64,6 +68,7 @@ class Loader:
         pad: bool = True,
         collate: Collate | None = None,
         agree: Agree | None = None,
+        before: Callable[[], None] | None = None,
         draw: Callable[[int, int], None] | None = None,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
@@ -82,8 +87,9 @@ class Loader:
         )
         self.source = source_of(dataset, self.terms, agree)
         self.dataset, self.batch_size, self.seed, self.epoch = dataset, self.terms.batch_size, seed, 0
+        self._pass = 0  # of this epoch
         self.device = torch.device(device) if device is not None else None
-        self.workers, self.prefetch, self.draw = workers, prefetch, draw
+        self.workers, self.prefetch, self.before, self.draw = workers, prefetch, before, draw
         self.wait_s = 0.0  # how long the consumer has waited for batches, over all iterations
         self.last_real = 0  # real samples in the batch handed out last
         self._on_note = on_note
@@ -94,9 +100,7 @@ class Loader:
         self._live: weakref.WeakSet[Batches] = weakref.WeakSet()
         if workers and self.source.in_memory:
             self.workers = 0
-            self.note(
-                "workers has no effect: the dataset is made of tensors, which are quicker to index here"
-            )
+            self.note("workers has no effect: the dataset is made of tensors, which are quicker to index here")
 
     def __len__(self) -> int:
         """Batches in a whole epoch; a TypeError where only reading the data can tell."""
@@ -107,21 +111,23 @@ class Loader:
 
     def __iter__(self) -> Batches:
         if self._begun:
-            self.epoch += 1
-            self._begun = False
-        self._feed = self.source.begin(self.seed, self.epoch, self._start())
+            self._pass, self._begun = self._pass + 1, False
+        seed = mix(self.seed, self._pass) if self._pass else self.seed
+        self._feed = self.source.begin(seed, self.epoch, self._start())
         batches = Batches(self, self._feed)
         self._live.add(batches)
         return batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`; a loaded state of the same epoch still decides where."""
+        """Make the next iteration the first of `epoch`; a loaded state of the same epoch still decides where."""
         self.epoch, self._begun, self._feed = epoch, False, None
+        self._pass = self._loaded["pass"] if self._loaded.get("epoch") == epoch else 0
 
     def state_dict(self) -> dict[str, Any]:
         """How far the user has come, in plain numbers and words; the same on all members."""
-        body = self._feed.state() if self._feed else self._start()
-        return {"consumed": 0} | body | {"epoch": self.epoch, "seed": self.seed} | self._fingerprint()
+        body = self._feed.state() if self._feed and self.terms.pad else self._start()
+        where = {"epoch": self.epoch, "pass": self._pass, "seed": self.seed}
+        return {"consumed": 0} | body | where | self._fingerprint()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that was saved by any number of members."""
@@ -131,8 +137,8 @@ class Loader:
                     f"the loader's saved state has {key}={state.get(key)!r}, this loader {now!r}: resume "
                     "with the same dataset, partition and shuffle, or start the run afresh"
                 )
+        self.seed, self._loaded = state["seed"], dict(state) if self.terms.pad else {}
         self.set_epoch(state["epoch"])
-        self.seed, self._loaded = state["seed"], dict(state)
 
     def close(self) -> None:
         """End all iterations and whatever fetches for them."""
@@ -159,12 +165,10 @@ class Loader:
             self._begun, self._loaded = True, {}
 
     def _start(self) -> dict[str, Any]:
-        """Where iterations of this epoch begin."""
-        if self._loaded.get("epoch") != self.epoch:
+        """Where this pass begins."""
+        if (self._loaded.get("epoch"), self._loaded.get("pass")) != (self.epoch, self._pass):
             return {}
-        return {
-            key: self._loaded[key] for key in ("consumed", "history", "files", "done") if key in self._loaded
-        }
+        return {key: self._loaded[key] for key in ("consumed", "history", "files", "done") if key in self._loaded}
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""

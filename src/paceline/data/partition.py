@@ -204,9 +204,7 @@ class Columns:
         if self.groups is None:
             return
         if len(self.groups) != size:
-            raise ConfigError(
-                f"Columns has {len(self.groups)} groups for {size} members: give one per member"
-            )
+            raise ConfigError(f"Columns has {len(self.groups)} groups for {size} members: give one per member")
         every = [column for group in self.groups for column in group]
         if len(every) != len(set(every)) or not all(self.groups):
             raise ConfigError("Columns: groups must not be empty, and each column belongs to one group only")

@@ -142,11 +142,16 @@ class Workers(Generic[T]):
         try:
             return next(self._items)
         except BaseException:
-            self._items = None
+            self.close()
             raise
 
     def close(self) -> None:
-        self._items = None  # torch ends the workers when its iterator goes
+        items, self._items = self._items, None
+        # torch does this when its iterator is collected, but one that is held by an error's traceback is
+        # collected late and in pieces, and then waits 5 s for each worker.
+        end = getattr(items, "_shutdown_workers", None)
+        if end is not None:
+            end()
 
 
 def map_workers(reader: MapReader, workers: int, ahead: int) -> Workers[Any]:

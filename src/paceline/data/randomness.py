@@ -64,9 +64,7 @@ def restore(states: States) -> None:
 
 def same(one: States, other: States) -> bool:
     """Whether nothing was drawn between two captures."""
-    return (
-        one.python == other.python and torch.equal(one.torch, other.torch) and _equal(one.numpy, other.numpy)
-    )
+    return one.python == other.python and torch.equal(one.torch, other.torch) and _equal(one.numpy, other.numpy)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -68,9 +68,7 @@ class MapSource:
     def __init__(self, dataset: Any, terms: Terms, partition: Partition) -> None:
         self.length, self.terms = len(dataset), terms
         if not self.length:
-            raise ConfigError(
-                f"the dataset ({type(dataset).__name__}) is empty: check the path or the filter"
-            )
+            raise ConfigError(f"the dataset ({type(dataset).__name__}) is empty: check the path or the filter")
         self.sampler = Sampler(
             length=self.length,
             partition=partition,
@@ -135,9 +133,7 @@ class FileSource:
         ByFile().owned(self.length, terms.rank, terms.size)
         if terms.pad and agree is None:
             if terms.size > 1:
-                raise ConfigError(
-                    "ByFile on several members needs agree=: how they tell each other their counts"
-                )
+                raise ConfigError("ByFile on several members needs agree=: how they tell each other their counts")
             self.agree = lambda number: [number]
 
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
