@@ -76,9 +76,7 @@ def test_a_member_that_does_not_arrive_is_named_at_the_limit():
         began = time.monotonic()
         with waiting(there, 0, 4) as first, waiting(there, 2, 4) as second:
             for future in (first, second):
-                with pytest.raises(
-                    TimedOut, match=r"^members 1, 3 of 4 did not arrive within 0\.5 s.*--join-limit-s"
-                ):
+                with pytest.raises(TimedOut, match=r"^members 1, 3 of 4 did not arrive within 0\.5 s.*--join-limit-s"):
                     future.result(5)
         assert 0.4 < time.monotonic() - began < 3
         with pytest.raises(TimedOut, match="members 1, 3 of 4"):  # it comes too late

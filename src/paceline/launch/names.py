@@ -53,9 +53,7 @@ def device(text: str) -> str:
 def run(text: str) -> str:
     """A run's name becomes a directory's."""
     if not _RUN.fullmatch(text) or len(text) > 200:
-        raise ConfigError(
-            f"name {text!r}: use up to 200 letters, digits and _.-+=@, beginning with a letter or digit"
-        )
+        raise ConfigError(f"name {text!r}: use up to 200 letters, digits and _.-+=@, beginning with a letter or digit")
     return text
 
 

@@ -108,9 +108,7 @@ def check_unfinished(settings: Settings) -> None:
     """ConfigError if the run that `settings` name has ended well: there is nothing to go on with."""
     run = read(Path(settings.root, settings.name)) if settings.name else None
     if run and run.exit_code == 0 and not settings.fresh:
-        raise ConfigError(
-            f"run {settings.name!r} has finished: start it over with --fresh, or give another --name"
-        )
+        raise ConfigError(f"run {settings.name!r} has finished: start it over with --fresh, or give another --name")
 
 
 def new_name(script: str, now: float) -> str:

@@ -69,10 +69,6 @@ def _check_module(module: str, cwd: Path) -> None:
     top = module.partition(".")[0]  # looking further would import it
     if not module.replace(".", "").replace("_", "a").isalnum():
         raise ConfigError(f"-m {module!r} is not the name of a module, such as package.train")
-    if top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
-        top, [str(cwd), *sys.path]
-    ):
+    if top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]):
         return
-    raise ConfigError(
-        f"-m {module!r}: there is no module {top!r} here ({cwd}) or among the installed packages"
-    )
+    raise ConfigError(f"-m {module!r}: there is no module {top!r} here ({cwd}) or among the installed packages")

@@ -69,9 +69,7 @@ def _at_rendezvous(place: Place, me: Member, settings: Settings) -> Meeting:
             if isinstance(answer, Wait):
                 answer = decode_answer(channel.recv(answer.limit_s + _ANSWER_LIMIT_S))
         except TimedOut:
-            raise TimedOut(
-                f"the rendezvous at {place.rendezvous} does not answer: is the launcher stopped?"
-            ) from None
+            raise TimedOut(f"the rendezvous at {place.rendezvous} does not answer: is the launcher stopped?") from None
         except Interrupted as error:
             raise Interrupted(f"the launcher went away while member {place.rank} joined: {error}") from None
     if isinstance(answer, Refused):

@@ -115,9 +115,7 @@ class Rendezvous:
                 f"do not set PACELINE_SIZE by hand"
             )
         if not 0 <= me.rank < self._size:
-            raise ConfigError(
-                f"rank {me.rank} is not one of 0 to {self._size - 1}: do not set PACELINE_RANK by hand"
-            )
+            raise ConfigError(f"rank {me.rank} is not one of 0 to {self._size - 1}: do not set PACELINE_RANK by hand")
         with self._lock:
             other = self._arrived[me.rank][0] if me.rank in self._arrived else self._joined.get(me.rank)
             again = other is not None and me.rank not in self._arrived and _process(other) == _process(me)

@@ -68,8 +68,7 @@ def _open(limit_s: float) -> Store:
         except (RuntimeError, ValueError) as error:  # torch's own errors of the store are RuntimeErrors
             reason = str(error).splitlines()[0]
             raise TimedOut(
-                f"cannot reach torchrun's store within {limit_s:g} s: {reason}; "
-                f"check MASTER_ADDR and MASTER_PORT"
+                f"cannot reach torchrun's store within {limit_s:g} s: {reason}; check MASTER_ADDR and MASTER_PORT"
             ) from None
         _opened.append(store)
     return _opened[0]

@@ -1,0 +1,61 @@
+"""The one place at the end of a run that says what happened: which member failed first, how, and where to
+read on."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from pathlib import Path
+
+from paceline.membership.agent import Ended, Outcome
+from paceline.membership.lines import clean
+
+_HINTS = {
+    signal.SIGKILL: "killed from outside: out of memory? `dmesg` tells; fewer members or a smaller batch need less",
+    signal.SIGSEGV: "a crash in native code: the lines above show where Python was",
+    signal.SIGBUS: "often a full /dev/shm: give data loaders fewer workers",
+    signal.SIGABRT: "native code gave up: the lines above may say why",
+    signal.SIGILL: "the processor does not know an instruction: is torch built for it?",
+    signal.SIGXCPU: "a limit of CPU time: see `ulimit -t`",
+}
+
+
+def failure(outcome: Outcome, first: Ended, logs: dict[int, Path]) -> str:
+    """What to say about a run that failed."""
+    others = [e for e in outcome.ended if e.rank != first.rank]
+    lines = [f"rank {first.rank} failed first: {exit_text(first.code)}, after {first.seconds:.1f} s"]
+    if hint := _HINTS.get(-first.code):  # type: ignore[call-overload]
+        lines.append(f"  ({hint})")
+    if first.tail:
+        lines.append("  its last lines:")
+        lines += [f"    {clean(text, colours=False)}" for text in first.tail]
+    else:
+        lines.append("  it printed nothing")
+    lines.append(f"  its whole output: {logs[first.rank]}")
+    for ended in others:
+        if ended.failed:
+            lines.append(f"  rank {ended.rank} failed after it: {exit_text(ended.code)} ({logs[ended.rank]})")
+    if stopped := [str(e.rank) for e in others if e.asked]:
+        lines.append(f"  stopped because of it: rank {', '.join(stopped)}")
+    return "\n".join(lines)
+
+
+def stopped(number: int, directory: Path, again: list[str]) -> str:
+    """What to say about a run that was told to stop."""
+    why = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the terminal's closing"}.get(
+        signal.Signals(number), signal.Signals(number).name
+    )
+    return f"stopped by {why}; to go on: {shlex.join(again)}\n  the run's files: {directory}"
+
+
+def exit_text(code: int) -> str:
+    """
+    >>> exit_text(3), exit_text(-9)
+    ('exit code 3', 'exit code -9 (SIGKILL)')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"exit code {code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"exit code {code} (signal {-code})"

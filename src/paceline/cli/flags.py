@@ -1,0 +1,146 @@
+"""The options of `paceline run`, in one table: each setting's flag, its help, and what its value may be.
+
+The table makes the parser, so a setting has its help text in one place; a test holds it against `Settings`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.settings import Settings
+from paceline.launch import names
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How one field of Settings is written on the command line."""
+
+    field: str
+    metavar: str  # "": a switch
+    parse: Callable[[str], Any]
+    help: str
+
+    @property
+    def option(self) -> str:
+        return "--" + self.field.replace("_", "-")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise ConfigError(f"{text!r} is not a whole number of at least {least}")
+        return value
+
+    return parse
+
+
+def seconds(least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (least <= value < math.inf):
+            raise ConfigError(f"{text!r} is not a number of seconds of at least {least:g}")
+        return value
+
+    return parse
+
+
+def _words(known: tuple[str, ...]) -> str:
+    return "|".join(known)
+
+
+SETTINGS = (
+    Flag("strategy", "NAME", names.strategy, f"how members agree: {', '.join(names.STRATEGIES)}"),
+    Flag("name", "NAME", names.run, "of the run; an unfinished run of that name goes on where it stopped"),
+    Flag("root", "DIR", str, "where run directories live"),
+    Flag("fresh", "", bool, "start over although the run has checkpoints"),
+    Flag("seed", "N", whole(0), "of the shuffle and of each member's random states"),
+    Flag("device", _words(names.DEVICES), names.device, "what to compute on; cuda:1 names one GPU"),
+    Flag("transport", _words(names.TRANSPORTS), names.transport, "how gradients travel; auto chooses"),
+    Flag("checkpoint_every_s", "S", seconds(0), "besides the checkpoint at the end of each epoch; 0: only those"),
+    Flag("checkpoint_keep", "K", whole(0), "keep the last K checkpoints; 0: write none"),
+    Flag("join_limit_s", "S", seconds(0.001), "how long to wait for all members to arrive"),
+    Flag("wait_limit_s", "S", seconds(0.001), "how long any later wait for another member may last"),
+    Flag("progress", _words(names.PROGRESS), names.progress, "auto: a display on a terminal, else plain lines"),
+    Flag("check_finite", "", bool, "stop on a gradient that is not finite, naming member and parameter"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours, and which says which option was meant."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.takes_value: dict[str, bool] = {"-h": False, "--help": False}
+
+    def option(self, *names: str, parse: Callable[[str], Any] | None = None, **kwargs: Any) -> None:
+        """Add an option whose value `parse` checks; without `parse`, a switch."""
+        if parse is None:
+            self.add_argument(*names, action="store_true", **kwargs)
+        else:
+            self.add_argument(*names, type=_typed(parse), **kwargs)
+        self.takes_value |= dict.fromkeys(names, parse is not None)
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        more = "" if message.endswith("?") else f"; `{self.prog} --help` lists the options"
+        raise ConfigError(message + more)
+
+    def split(self, argv: list[str]) -> tuple[list[str], list[str]]:
+        """Our options, and what follows them: the script (or -m and a module) and its own arguments.
+
+        An unknown option among ours is an error that names the nearest known one.
+        """
+        i = 0
+        while i < len(argv):
+            word = argv[i]
+            if word == "--":
+                return argv[:i], argv[i + 1 :]
+            if word == "-m" or not word.startswith("-") or word == "-":
+                break
+            name = word.partition("=")[0] if word.startswith("--") else word[:2]
+            if name not in self.takes_value:
+                raise ConfigError(f"unknown option {name!r}: {nearest(name, self.takes_value)}")
+            alone = word == name
+            i += 2 if self.takes_value[name] and alone else 1
+        return argv[:i], argv[i:]
+
+
+def add_settings(parser: Parser) -> None:
+    """One option per setting."""
+    defaults = Settings()
+    for flag in SETTINGS:
+        default = getattr(defaults, flag.field)
+        if flag.metavar:
+            note = f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+            text = flag.help + (note if default != "" else "")
+            parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
+        else:
+            parser.option(flag.option, help=flag.help)
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """The settings that the command line gives."""
+    values = {flag.field: getattr(given, flag.field) for flag in SETTINGS}
+    return Settings().with_(**{k: v for k, v in values.items() if v is not None and v is not False})
+
+
+def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def typed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed

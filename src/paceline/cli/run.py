@@ -1,0 +1,160 @@
+"""`paceline run`: start the members here, show what they print, and end as they end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import types
+from argparse import Namespace
+from collections import deque
+from pathlib import Path
+
+from paceline.cli import ending
+from paceline.cli.display import Display, Screen, can_draw
+from paceline.cli.flags import Parser, add_settings, settings_of, whole
+from paceline.core.errors import ConfigError
+from paceline.launch import cores, record
+from paceline.launch.local import Local, LocalJob, plan
+from paceline.launch.spec import JobSpec
+from paceline.membership.agent import Outcome
+
+_LOOK_S = 0.1
+_EPILOG = """\
+examples:
+  paceline run -n 2 train.py --lr 0.1           what follows the script belongs to the script
+  paceline run -n 4 -m package.train            a module, as with python -m
+  paceline run -n 2 --name big train.py         again with the same name: goes on where it stopped
+  paceline run -n 2 --name big --fresh train.py starts over
+  paceline run -n 8 --dry-run train.py          prints what would be started
+
+Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of the member that failed first,
+130 after Ctrl-C, 143 after SIGTERM.
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = _parser()
+    options, rest = parser.split(argv)
+    given = parser.parse_args(options)
+    if given.members is None:
+        raise ConfigError(_no_members(rest))
+    spec = _spec(given, rest)
+    if given.dry_run:
+        print(_dry_run(spec))
+        return 0
+    record.check_unfinished(spec.settings)
+    return _run(spec)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="paceline run",
+        usage="paceline run -n N [options] script.py [arguments of the script]",
+        description="Train a script on N members of this host.",
+        epilog=_EPILOG,
+    )
+    parser.option("-n", "--members", parse=whole(1), metavar="N", help="how many members to start")
+    parser.option("--threads", parse=whole(1), metavar="T", help="per member (default: its share of the cores)")
+    parser.option("--dry-run", help="print what would be started, and start nothing")
+    parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
+    add_settings(parser)
+    return parser
+
+
+def _no_members(rest: list[str]) -> str:
+    if any(word.startswith(("-n", "--members")) for word in rest[1:]):
+        return f"-n came after the script {rest[0]!r}, so it belongs to the script: paceline run -n N {rest[0]} …"
+    return f"how many members? paceline run -n 2 {rest[0] if rest else 'train.py'}"
+
+
+def _spec(given: Namespace, rest: list[str]) -> JobSpec:
+    module = rest[:1] == ["-m"]
+    rest = rest[1:] if module else rest
+    if not rest:
+        what = "module" if module else "script"
+        raise ConfigError(
+            f"which {what}? paceline run -n {given.members} {'-m package.train' if module else 'train.py'}"
+        )
+    settings = settings_of(given)
+    return JobSpec(
+        script=rest[0],
+        args=tuple(rest[1:]),
+        module=module,
+        num_members=given.members,
+        settings=settings,
+        threads=given.threads,
+        terminal=can_draw() and settings.progress in ("auto", "rich"),
+    )
+
+
+def _dry_run(spec: JobSpec) -> str:
+    """Each member's command with what its environment has beyond ours, ready for a shell."""
+    parts = []
+    for start in plan(spec, "127.0.0.1:<port>", "<token>"):
+        added = {k: v for k, v in start.env.items() if os.environ.get(k) != v}
+        words = [f"{k}={shlex.quote(v)}" for k, v in added.items()]
+        parts.append(f"# rank {start.rank}\n{' '.join(words)} {shlex.join(start.command)}")
+    settings = [f"{f}={getattr(spec.settings, f)!r}" for f in spec.settings.__struct_fields__]
+    return "\n".join([*parts, "# settings, told to each when it joins: " + ", ".join(settings)])
+
+
+def _run(spec: JobSpec) -> int:
+    display = Screen(spec.num_members) if spec.terminal else Display(spec.num_members)
+    signals = _catch_signals()
+    job = Local(display).start(spec)
+    _say_what_starts(spec, job, display)
+    outcome = None
+    while outcome is None:
+        outcome = job.wait(_LOOK_S)
+        display.tick()
+        while signals:
+            number = signals.popleft()
+            if number == signal.SIGWINCH:
+                job.resize()
+            else:
+                job.stop(number)
+                display.say("stopping the members (again: kill them)")
+    display.close()
+    _say_how_it_ended(spec, job, outcome, display)
+    return outcome.code
+
+
+def _catch_signals() -> deque[int]:
+    """Signals in the order in which they come. Those that whoever started us ignores (nohup) stay ignored."""
+    received: deque[int] = deque()
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        received.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH):
+        if number == signal.SIGWINCH or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, note)
+    return received
+
+
+def _say_what_starts(spec: JobSpec, job: LocalJob, display: Display) -> None:
+    usable = cores.cores().usable
+    threads, warning = cores.share(spec.num_members, usable)
+    if warning:
+        display.say(f"warning: {warning}")
+    members = "1 member" if spec.num_members == 1 else f"{spec.num_members} members"
+    shown = spec.threads or os.environ.get("OMP_NUM_THREADS") or threads
+    display.say(f"{members}, {shown} thread{'' if str(shown) == '1' else 's'} each; files in {_short(job.dir)}")
+
+
+def _say_how_it_ended(spec: JobSpec, job: LocalJob, outcome: Outcome, display: Display) -> None:
+    logs = {rank: _short(path) for rank, path in job.logs().items()}
+    if outcome.stopped_by:
+        args = [a for a in sys.argv[1:] if a != "--fresh"]
+        if not spec.settings.name:
+            args[1:1] = ["--name", job.dir.name]
+        display.say(ending.stopped(outcome.stopped_by, _short(job.dir), ["paceline", *args]))
+    elif first := outcome.first_failed:
+        display.say(ending.failure(outcome, first, logs))
+
+
+def _short(path: Path) -> Path:
+    """Relative to where the user stands, if it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
