@@ -112,7 +112,7 @@ def test_close_aborts_every_wait_on_both_sides() -> None:
     with meshes(3, limit_s=60) as made, ThreadPoolExecutor(4) as pool:
         here = made[0].channel(1, "a")
         there = made[1].channel(0, "a")
-        made[2]._listener.stop_handing_to(made[2]._welcome)  # member 2 answers nobody
+        made[2]._listener.hand_to(lambda _: None)  # member 2 answers nobody
         waits = [
             pool.submit(here.recv, 60),
             pool.submit(there.recv, 60),
@@ -160,11 +160,16 @@ def test_garbage_after_the_token_harms_nobody() -> None:
 
 def test_the_chain_of_waits_leads_to_the_member_that_waits_for_nobody() -> None:
     with meshes(4) as made:
-        with made[0].waiting("a", 3), made[3].waiting("a", 2), made[2].waiting("b", 0):
-            assert made[1].culprit("a", 0) == 2  # 2 waits in another lane only
-            assert made[0].culprit("a", 3) == 2
-            with made[2].waiting("a", 0):  # a circle ends
-                assert made[1].culprit("a", 0) == 0
+        made[0].waiting["a"], made[3].waiting["a"], made[2].waiting["b"] = 3, 2, 0
+        seen = Fault(0, "sent nothing for 1 s", True)
+        assert made[1].trace("a", seen) == Fault(2, "sent nothing for 1 s", True)
+        assert made[0].trace("a", Fault(3, "x", False)) == Fault(2, "x", False)  # 2 waits in another lane
+        made[2].waiting["a"] = 0
+        assert "circle (0 → 3 → 2 → 0)" in made[1].trace("a", seen).reason
+        made[2].close()
+        assert made[1].trace("a", seen).rank == 2
+        made[2]._listener.close()
+        assert made[1].trace("a", seen).rank == 2
 
 
 MEMBER = """
@@ -196,11 +201,11 @@ def test_a_stopped_member_is_the_culprit() -> None:
             members = [Member(rank=r, host="h", pid=1, address=a) for r, a in enumerate(addresses)]
             view = View(number=1, members=tuple(members))
             first, last = (Mesh(view, r, TOKEN, x, 10) for r, x in zip((0, 2), listeners))
-            with last.waiting("a", 1):
-                process.send_signal(signal.SIGSTOP)
-                start = time.monotonic()
-                assert first.culprit("a", 2) == 1
-                assert time.monotonic() - start < 4
+            last.waiting["a"] = 1
+            process.send_signal(signal.SIGSTOP)
+            start = time.monotonic()
+            assert first.trace("a", Fault(2, "x", True)).rank == 1
+            assert time.monotonic() - start < 4
             first.close()
             last.close()
         finally:
@@ -215,11 +220,12 @@ def test_a_fault_is_told_to_the_others_and_the_first_one_stands() -> None:
     with meshes(4) as made:
         made[3].tell("a", Fault(2, "did not answer for 1 s", True), range(4))
         for rank in (0, 1, 3):
-            fault = made[rank].fault("a", 5)
+            fault = made[rank].fault("a")
             assert fault is not None
             assert isinstance(fault.error("all_reduce"), TimedOut)
             assert str(fault.error("all_reduce")) == "all_reduce: member 2 did not answer for 1 s"
-        made[1].tell("a", Fault(3, "closed the channel", False), range(4))
-        assert made[0].fault("a", 0).rank == 2  # type: ignore[union-attr]
-        assert made[0].fault("b", 0.05) is None
-        assert made[2].culprit("a", 0) == 2  # what is known ends the chain
+        stands = made[1].tell("a", Fault(3, "closed the channel", False), range(4))
+        assert stands.rank == 2
+        assert made[0].fault("a") == stands
+        assert made[0].fault("b") is None
+        assert made[2].trace("a", Fault(0, "x", False)) == stands  # what is known ends the chain

@@ -6,11 +6,12 @@ can deadlock. Connections are taken in the listener's own short threads: a membe
 or waits.
 
 That is also how a fault gets its name. A member that waits says for whom (`waiting`). When a wait reaches
-its limit, `culprit` asks along the chain of who waits for whom until it finds the member that does not
-answer or waits for nobody, and `tell` lets the others know before the channels are closed.
+its limit or a channel breaks, `trace` asks along the chain of who waits for whom until it finds the member
+that does not answer or waits for nobody, and `tell` closes the lane on all members and says why.
 
 A mesh lives as long as its view: connections of an older view are refused, those of a newer one told to try
-again later. The listener belongs to the member and serves the next mesh; `close` leaves it open.
+again later. The listener belongs to the member and serves the next mesh; `close` leaves it open, and
+refuses until then.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -44,11 +45,18 @@ class Fault(msgspec.Struct, frozen=True):
         return kind(f"{where}: member {self.rank} {self.reason}")
 
 
+class _Key(NamedTuple):
+    rank: int
+    lane: str
+    sender: int
+
+
 class _Hello(msgspec.Struct, frozen=True):
     wish: Literal["join", "ask", "tell"]
     rank: int
     view: int
     lane: str
+    sender: int = -1
     fault: Fault | None = None
 
 
@@ -88,18 +96,21 @@ class Mesh:
         self._token = token
         self._encrypt = encrypt
         self._listener = listener
-        self._channels: dict[tuple[int, str], Channel] = {}
-        self._dialing: set[tuple[int, str]] = set()
+        self._channels: dict[_Key, Channel] = {}
+        self._dialing: set[_Key] = set()
         self._opening: set[Channel] = set()  # connected, not yet welcome
-        self._waiting: dict[str, int] = {}
+        self.waiting: dict[str, int] = {}  # by lane: the rank for whom this member waits, for those who ask
         self._faults: dict[str, Fault] = {}
         self._closed = False
         self._changed = threading.Condition()
         listener.hand_to(self._welcome)
 
-    def channel(self, rank: int, lane: str) -> Channel:
-        """The channel to a member, made if need be. TimedOut and Interrupted name the member."""
-        key = (rank, lane)
+    def channel(self, rank: int, lane: str, sender: int = -1) -> Channel:
+        """The channel to a member, made if need be. TimedOut and Interrupted name the member.
+
+        Where a lane wants one channel for each direction, `sender` is the rank that will send on it.
+        """
+        key = _Key(rank, lane, sender)
         deadline = time.monotonic() + self.limit_s
         with self._changed:
             channel = self._channels.get(key)
@@ -118,50 +129,43 @@ class Mesh:
                 self._dialing.discard(key)
                 self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def waiting(self, lane: str, rank: int) -> Iterator[None]:
-        """Say for whom this member waits, to those who ask."""
-        self._waiting[lane] = rank
-        try:
-            yield
-        finally:
-            self._waiting.pop(lane, None)
-
-    def culprit(self, lane: str, rank: int) -> int:
-        """The member at the end of the chain of waits that begins with `rank`: at fault, or out of reach."""
-        seen = {self.rank}
+    def trace(self, lane: str, fault: Fault) -> Fault:
+        """What is behind a fault: follow who waits for whom, from the member that seems to be at fault."""
+        rank, seen = fault.rank, [self.rank]
         while rank not in seen:
-            seen.add(rank)
+            seen.append(rank)
             try:
                 reply = self._say(rank, _Hello("ask", self.rank, self.view.number, lane))
             except PacelineError:
-                return rank
+                break  # it does not answer
             if reply.fault is not None:
-                return reply.fault.rank
+                return reply.fault
             if reply.waits_for is None:
-                return rank
+                break  # it could go on, and did not
             rank = reply.waits_for
-        return rank
+        else:
+            chain = " → ".join(map(str, [*seen[seen.index(rank) :], rank]))
+            reason = f"waits in a circle ({chain}): were collectives called in another order on some member?"
+            return Fault(rank, reason, fault.timed_out)
+        return Fault(rank, fault.reason, fault.timed_out)
 
-    def tell(self, lane: str, fault: Fault, ranks: Sequence[int]) -> None:
-        """Note why `lane` broke and let the others know; those that cannot be reached are left out."""
+    def tell(self, lane: str, fault: Fault, ranks: Sequence[int]) -> Fault:
+        """Close `lane` here and, telling why, on the other `ranks`. The first fault that was told stands."""
         with self._changed:
-            fault = self._faults.setdefault(lane, fault)
-        hello = _Hello("tell", self.rank, self.view.number, lane, fault)
+            fault = self._note(lane, fault)
+        hello = _Hello("tell", self.rank, self.view.number, lane, fault=fault)
         for rank in ranks:
             if rank not in (self.rank, fault.rank) and not self._closed:
-                with contextlib.suppress(PacelineError):
+                with contextlib.suppress(PacelineError):  # it cannot be reached, and will notice by itself
                     self._say(rank, hello)
+        return fault
 
-    def fault(self, lane: str, limit_s: float) -> Fault | None:
-        """Why `lane` broke, as far as anybody has told within the limit."""
-        with self._changed:
-            self._changed.wait_for(lambda: lane in self._faults or self._closed, limit_s)
-            return self._faults.get(lane)
+    def fault(self, lane: str) -> Fault | None:
+        """Why `lane` broke, where anybody has told."""
+        return self._faults.get(lane)
 
     def close(self) -> None:
         """Close every channel: the abort. Whoever waits in one, here or elsewhere, gets Interrupted."""
-        self._listener.stop_handing_to(self._welcome)
         with self._changed:
             self._closed = True
             channels = [*self._channels.values(), *self._opening]
@@ -180,9 +184,9 @@ class Mesh:
 
     # ---- the side that dials
 
-    def _dial(self, key: tuple[int, str], deadline: float) -> Channel:
-        rank, lane = key
-        hello = _Hello("join", self.rank, self.view.number, lane)
+    def _dial(self, key: _Key, deadline: float) -> Channel:
+        rank, lane, sender = key
+        hello = _Hello("join", self.rank, self.view.number, lane, sender)
         while True:
             channel = self._connect(rank, deadline)
             try:
@@ -200,12 +204,10 @@ class Mesh:
                 if reply.verdict == "crossed":
                     return self._arrival(key, deadline)
                 if time.monotonic() >= deadline:
-                    raise TimedOut(
-                        f"member {rank} did not reach view {self.view.number} in {self.limit_s:g} s"
-                    )
+                    raise TimedOut(f"member {rank} did not reach view {self.view.number} in {self.limit_s:g} s")
                 self._changed.wait(0.05)  # early: it has not formed this view yet
 
-    def _keep(self, key: tuple[int, str], channel: Channel) -> bool:
+    def _keep(self, key: _Key, channel: Channel) -> bool:
         with self._changed:
             if self._closed:
                 return False
@@ -215,15 +217,15 @@ class Mesh:
 
     def _say(self, rank: int, hello: _Hello) -> _Reply:
         deadline = time.monotonic() + _ASK_LIMIT_S
-        with self._connect(rank, deadline) as channel:
+        with self._connect(rank, deadline, patient=False) as channel:
             return self._exchange(channel, hello, deadline)
 
-    def _connect(self, rank: int, deadline: float) -> Channel:
+    def _connect(self, rank: int, deadline: float, patient: bool = True) -> Channel:
         address = self._members[rank].address
         while True:
             left = deadline - time.monotonic()
             try:
-                channel = connect(address, self._token, min(left, _TRY_LIMIT_S), encrypt=self._encrypt)
+                channel = connect(address, self._token, min(left, _TRY_LIMIT_S), encrypt=self._encrypt, patient=patient)
             except TimedOut as error:
                 self._raise_if_closed()
                 if left > _TRY_LIMIT_S:
@@ -257,7 +259,7 @@ class Mesh:
                 channel.send(_encode(reply))
                 if reply.verdict == "welcome" and hello.wish == "join":
                     channel.send_limit_s = self.limit_s
-                    self._channels[hello.rank, hello.lane] = channel
+                    self._channels[_Key(hello.rank, hello.lane, hello.sender)] = channel
                     self._changed.notify_all()
                     return
         except PacelineError:
@@ -265,7 +267,7 @@ class Mesh:
         channel.close()
 
     def _judge(self, hello: _Hello) -> _Reply:
-        key = (hello.rank, hello.lane)
+        key = _Key(hello.rank, hello.lane, hello.sender)
         if self._closed or hello.view < self.view.number:
             return _Reply("refused", f"view {hello.view} is over")
         if hello.view > self.view.number:
@@ -273,23 +275,34 @@ class Mesh:
         if hello.rank not in self._members or hello.rank == self.rank:
             return _Reply("refused", f"rank {hello.rank} is not another member of view {self.view.number}")
         if hello.wish == "tell" and hello.fault is not None:
-            self._faults.setdefault(hello.lane, hello.fault)
-            self._changed.notify_all()
+            self._note(hello.lane, hello.fault)
         if hello.wish != "join":
-            return _Reply("welcome", "", self._waiting.get(hello.lane), self._faults.get(hello.lane))
+            return _Reply("welcome", "", self.waiting.get(hello.lane), self._faults.get(hello.lane))
+        if hello.lane in self._faults:
+            return _Reply("refused", f"member {self._faults[hello.lane].rank} broke the lane")
         if key in self._channels or (key in self._dialing and self.rank > hello.rank):
             return _Reply("crossed")
         return _Reply("welcome")
 
     # ---- called with the lock held
 
-    def _arrival(self, key: tuple[int, str], deadline: float) -> Channel:
+    def _arrival(self, key: _Key, deadline: float) -> Channel:
         left = max(0.0, deadline - time.monotonic())
         self._changed.wait_for(lambda: self._closed or key in self._channels, left)
         self._raise_if_closed()
         if key not in self._channels:
-            raise TimedOut(f"member {key[0]} did not open lane {key[1]!r} within {self.limit_s:g} s")
+            raise TimedOut(f"member {key.rank} did not open lane {key.lane!r} within {self.limit_s:g} s")
         return self._channels[key]
+
+    def _note(self, lane: str, fault: Fault) -> Fault:
+        """Close the lane, which wakes whoever waits in it. The first fault stands."""
+        if lane not in self._faults:
+            self._faults[lane] = fault
+            for key, channel in self._channels.items():
+                if key.lane == lane:
+                    channel.close()
+            self._changed.notify_all()
+        return self._faults[lane]
 
     def _raise_if_closed(self) -> None:
         if self._closed:
