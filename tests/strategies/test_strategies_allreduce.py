@@ -168,7 +168,7 @@ def test_unfrozen_later_and_added_later() -> None:
         model[0].requires_grad_(True)
         extra = nn.Parameter(torch.full((1,), float(group.rank)))
         optimizer.add_param_group({"params": [extra]})
-        strategy.extend(optimizer, model)
+        strategy.extend(optimizer)
         assert extra.item() == 0.0  # the first member's
         for _ in range(2):
             model.zero_grad()

@@ -39,6 +39,8 @@ class AllReduce:
             raise ConfigError(f"allreduce(bucket_mb={bucket_mb}): must be more than 0")
         self.bucket_bytes = int(bucket_mb * 1e6)
         self._engines: dict[int, _Engine] = {}  # by id of the model
+        self._drives: dict[int, _Engine] = {}  # by id of the optimizer
+        self._owned: dict[int, torch.nn.Parameter] = {}  # by id; a parameter belongs to one engine
         self._saved: list[list[str]] = []
         self._task = -1  # the backward pass at whose end we are called
 
@@ -47,14 +49,15 @@ class AllReduce:
             return
         engine = self._engines.get(id(model))
         if engine is None:
-            engine = _Engine(model, world, self.bucket_bytes, self._arm)
+            engine = _Engine(model, world, self.bucket_bytes, self._arm, self._owned)
             self._engines[id(model)] = engine
             if self._saved:
                 engine.order = self._saved.pop(0)
+        self._drives[id(optimizer)] = engine
         engine.adopt(optimizer)
 
-    def extend(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-        if engine := self._engines.get(id(model)):
+    def extend(self, optimizer: torch.optim.Optimizer) -> None:
+        if engine := self._drives.get(id(optimizer)):
             engine.adopt(optimizer)
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -108,14 +111,22 @@ class AllReduce:
 class _Engine:
     """The gradients of one model."""
 
-    def __init__(self, model: torch.nn.Module, world: World, bucket_bytes: int, arm: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        world: World,
+        bucket_bytes: int,
+        arm: Callable[[], None],
+        owned: dict[int, torch.nn.Parameter],
+    ) -> None:
         self.order: list[str] = []  # of arrival, on the first member
         self.busy = False  # a backward pass is under way and some gradient has arrived
         self._model = model
         self._world = world
         self._bucket_bytes = bucket_bytes
         self._arm = arm
-        self._names = names_of(model)  # id of the parameter -> name
+        self._owned = owned
+        self._names: dict[int, str] = {}  # id of the parameter -> name
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self._hooked: dict[int, Any] = {}
         self._frozen: list[torch.nn.Parameter] = []
@@ -126,18 +137,19 @@ class _Engine:
         self._bad = ""
         self._scale = 1.0
         self._weight = 1.0
-        self._seen = (0.0, 0.0)
+        self._seen = (world.tally.drawn, world.tally.nominal)  # what has weighed in already
         self._versions = [(b, b._version) for b in model.buffers() if b.is_floating_point()]
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
         known = dict(self._parameters)
+        self._names |= names_of(self._model)  # the model may have grown
         found = [
             (p, f"optimizer.{i}.{j}") for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])
         ]
         for p, name in [*((p, "") for p in self._model.parameters()), *found]:
-            if id(p) not in self._parameters:
-                self._parameters[id(p)] = p
+            if id(p) not in self._owned:
+                self._owned[id(p)] = self._parameters[id(p)] = p
                 self._names.setdefault(id(p), name)
         new = {self._names[i]: p for i, p in self._parameters.items() if i not in known}
         buffers = {} if known else dict(self._model.named_buffers())
@@ -200,7 +212,7 @@ class _Engine:
             self._bad = slot.name
         if not self._scale:
             view.zero_()
-        elif grad.data_ptr() == view.data_ptr() and not grad.is_sparse:
+        elif not grad.is_sparse and grad.data_ptr() == view.data_ptr():
             view.mul_(self._scale)
         else:
             torch.mul(_dense(grad), self._scale, out=view)

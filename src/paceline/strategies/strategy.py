@@ -64,7 +64,7 @@ class Strategy(Protocol):
     def cleared(self) -> None:
         """The user calls `optimizer.zero_grad()`: no backward pass may be half done."""
 
-    def extend(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    def extend(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters were added to an optimizer."""
 
     def state_dict(self) -> dict[str, Any]: ...

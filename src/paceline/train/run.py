@@ -245,8 +245,7 @@ class Run:
         self._strategy.cleared()
 
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
-        for model in self._models:
-            self._strategy.extend(optimizer, model)
+        self._strategy.extend(optimizer)
 
     # ---- inside
 
