@@ -1,0 +1,204 @@
+"""The commands around a run: help, version, status, doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import checks, flags
+from paceline.cli.status import describe
+from paceline.core.settings import Settings
+from paceline.testing.cluster import Cluster
+
+PACELINE = [sys.executable, "-m", "paceline"]
+
+
+def paceline(*args):
+    return subprocess.run([*PACELINE, *args], capture_output=True, text=True, timeout=60)
+
+
+def test_help_version_and_typing_errors():
+    assert "paceline run -n 2 train.py" in paceline("--help").stdout
+    assert paceline().returncode == 2
+    assert re.fullmatch(r"paceline \d+\.\d+\.\d+\n", paceline("--version").stdout)
+    assert "unknown command 'rnu': did you mean 'run'?" in paceline("rnu").stderr
+    for command in ("run", "status", "doctor"):
+        done = paceline(command, "--help")
+        assert (done.returncode, done.stdout[:5]) == (0, "usage")
+    assert "unknown option '--al': did you mean '--all'?" in paceline("status", "--al").stderr
+    assert "unknown option '--jsn': did you mean '--json'?" in paceline("doctor", "--jsn").stderr
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run", "-n", "2", "--dry-run", "x.py"], ["status"]])
+def test_torch_is_not_imported(args, tmp_path):
+    (tmp_path / "x.py").write_text("")
+    code = (
+        "import sys; from paceline.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *args], cwd=tmp_path, capture_output=True).returncode == 0
+
+
+def test_help_is_quick():
+    def cpu_s():
+        before = os.times()
+        paceline("--help")
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    # About 0.06 s. Time of the processor, not of the clock, which others' load would lengthen.
+    assert min(cpu_s() for _ in range(5)) < 0.15
+
+
+def test_every_setting_has_one_flag():
+    assert sorted(f.field for f in flags.SETTINGS) == sorted(Settings.__struct_fields__)
+    text = paceline("run", "--help").stdout
+    for flag in flags.SETTINGS:
+        assert text.count(f"\n  {flag.option}") == 1
+
+
+def test_flags_become_settings():
+    parser = flags.Parser(prog="x")
+    flags.add_settings(parser)
+    text = (
+        "--strategy allreduce --name a --root r --fresh --seed 1 --device cuda:1 --transport gloo --progress off "
+        "--checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite"
+    )
+    args = shlex.split(text)
+    assert flags.settings_of(parser.parse_args(args)) == Settings(
+        strategy="allreduce",
+        name="a",
+        root="r",
+        fresh=True,
+        seed=1,
+        device="cuda:1",
+        transport="gloo",
+        progress="off",
+        checkpoint_every_s=0,
+        checkpoint_keep=0,
+        join_limit_s=1.5,
+        wait_limit_s=2,
+        check_finite=True,
+    )
+    assert flags.settings_of(parser.parse_args([])) == Settings()
+
+
+MEMBERS = """
+    import os, sys, time
+    from pathlib import Path
+    from paceline.core.status import Status
+    rank = int(os.environ["PACELINE_RANK"])
+    if rank != 2:
+        status = Status(Path(sys.argv[1]) / "status" / f"rank-{rank}")
+        status.epoch, status.step = 3, 40 + rank
+        status.set("waiting for member 1 (gradients)" if rank == 0 else "computing")
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_status_of_members_alive_hung_and_dead(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(root=str(tmp_path / "runs"), name="x")
+    with Cluster(3, notice_s=0.1).start(MEMBERS, [str(tmp_path / "runs/x")], settings=settings) as running:
+        for rank in range(3):
+            running.wait_for(rank, "up")
+        lines = paceline("status", "x").stdout.splitlines()
+        assert re.match(rf"runs/x: running for .* \(launcher: process {os.getpid()}\), 3 members", lines[0])
+        assert lines[1].split() == ["rank", "state", "process", "epoch", "step", "doing"]
+        zero = rf" *0 +alive +{running.pid(0)} +3 +40 +waiting for member 1 \(gradients\), for \d+\.\d s"
+        one = rf" *1 +alive +{running.pid(1)} +3 +41 +computing, for \d+\.\d s  <- the others wait for this one"
+        assert re.fullmatch(zero, lines[2])
+        assert re.fullmatch(one, lines[3])
+        assert re.fullmatch(rf" *2 +alive +{running.pid(2)} +- +- +starting: has not joined", lines[4])
+
+        running.kill(1, signal.SIGSTOP)
+        time.sleep(0.1)
+        line = paceline("status").stdout.splitlines()[3]  # the newest
+        assert re.search(r"1 +stopped .*<- the others wait for this one", line)
+
+        running.kill(1, signal.SIGKILL)
+        running.outcome(20)
+    lines = describe(Path("runs/x"))
+    assert re.match(r"runs/x: ended with exit code 137 after .* ago, 3 members", lines[0])
+    for line in lines[2:4]:
+        assert re.search(r"gone .*last: .* ago", line)
+    assert "nothing heard of it" in lines[4]
+    assert re.match(r"x +3 members +ended with exit code 137", paceline("status", "--all").stdout)
+
+
+def test_status_of_a_run_whose_launcher_was_killed(tmp_path):
+    (tmp_path / "train.py").write_text("print('up'); import time; time.sleep(60)")
+    launcher = subprocess.Popen([*PACELINE, "run", "-n", "1", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    launcher.stdout.readline()
+    launcher.kill()
+    launcher.communicate()
+    done = subprocess.run([*PACELINE, "status"], cwd=tmp_path, capture_output=True, text=True)
+    assert "not running: its launcher was killed" in done.stdout
+
+
+def test_status_of_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "there are no runs in 'runs'" in paceline("status").stderr
+    Cluster(1).run("pass", settings=Settings(root="runs/", name="digits"))
+    done = paceline("status", "digts")
+    assert (done.returncode, "there is no run 'digts' in 'runs': did you mean 'digits'?" in done.stderr) == (2, True)
+
+
+def test_a_process_number_that_was_given_to_another_is_not_alive(tmp_path):
+    run = tmp_path / "x"
+    (run / "status").mkdir(parents=True)
+    from paceline.core.status import Status
+    from paceline.environment import this_host
+
+    Status(run / "status/rank-0").set("computing")
+    data = bytearray((run / "status/rank-0").read_bytes())
+    data[32:40] = struct.pack("<d", 1000.0)  # said long before this process began
+    (run / "status/rank-0").write_bytes(data)
+    host = this_host()
+    (run / "run.json").write_text(
+        json.dumps({"name": "x", "command": [], "size": 1, "pid": 1, "host": host, "started": 900.0, "members": []})
+    )
+    assert " gone " in describe(run)[2]
+
+
+def test_doctor():
+    done = paceline("doctor")
+    assert done.returncode == 0, done.stdout
+    names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("ok", "warning"))]
+    for name in ("cores", "memory", "shared", "loopback", "congestion", "network", "disk", "torch", "gpus"):
+        assert name in names
+    assert "a run can start here" in done.stdout
+
+
+def test_doctor_finds_what_would_stop_a_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = paceline("doctor", "--json", "--root", str(tmp_path / "file/runs"))
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["ok"]) == (1, False)
+    assert [c["name"] for c in result["checks"] if c["level"] == "error"] == ["disk"]
+
+
+def test_doctor_without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (check,) = checks.check_torch()
+    assert (check.level, check.means) == ("error", "pip install torch")
+
+
+def test_doctor_on_one_core():
+    code = "import os; os.sched_setaffinity(0, {0})\nfrom paceline.cli.checks import check_cores; print(check_cores())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert "level='warning'" in out
+    assert "take turns" in out
