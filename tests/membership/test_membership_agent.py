@@ -256,3 +256,13 @@ def test_a_full_disk_stops_the_log_not_the_run(tmp_path):
     assert done.stdout.count("line 99\n") == 2
     assert "output is no longer kept in" in done.stdout
     assert done.stdout.endswith("code 0\n")
+
+
+def test_what_a_member_leaves_behind_is_asked_to_end_first(tmp_path):
+    source = f"""
+        import subprocess, time
+        subprocess.Popen(["sh", "-c", "trap 'echo asked > {tmp_path}/asked; exit' TERM; while :; do sleep 0.02; done"])
+        time.sleep(0.3)
+    """
+    run(source)
+    assert (tmp_path / "asked").exists()
