@@ -138,6 +138,38 @@ def test_plain_lines() -> None:
     ]
 
 
+def test_the_line_of_an_epoch_shows_the_means_over_it() -> None:
+    events: list[Event] = [{"kind": "epoch", "time": 0.0, "epoch": 0, "epochs": 2, "steps": 2}]
+    events += [step(n, float(n), scalars={"loss": 9.0, "lr": 0.5}) for n in (1, 2)]
+    means = [
+        {"kind": "metric", "time": 2.0, "name": "epoch/loss", "value": 7.0, "step": 2},
+        {"kind": "metric", "time": 2.0, "name": "epoch/lr", "value": 0.25, "step": 2},
+    ]
+    stream = io.StringIO()
+    progress = make_progress("plain", stream)
+    for event in [*events, *means]:
+        progress(event)
+    # Told with the last of the means, not only when something else happens.
+    assert re.findall("loss.*?  lr.*?  ", stream.getvalue()) == ["loss 7.000  lr 0.2500  "]
+    again = plain([*events, means[0], {"kind": "epoch", "time": 3.0, "epoch": 1}, step(3, 4.0, epoch=1)])
+    assert [line.split("  ")[:4] for line in again] == [
+        ["epoch 1/2", "step 2", "loss 7.000", "lr 0.5000"],
+        ["epoch 2/2", "step 3", "loss 9.000", "lr 0.5000"],  # the means of one epoch are not those of the next
+    ]
+
+
+def test_tiny_epochs_and_frequent_checkpoints_are_thinned_out() -> None:
+    events: list[Event] = []
+    for epoch in range(1000):
+        events.append({"kind": "epoch", "time": epoch, "epoch": epoch, "epochs": 1000, "steps": 1})
+        events.append(step(epoch + 1, epoch + 1.0, epoch=epoch))
+        events.append({"kind": "checkpoint", "time": epoch, "step": epoch + 1, "path": "c", "bytes": 1})
+    lines = plain([*events, {"kind": "end", "time": 1000.0, "outcome": "finished"}])
+    assert sum(line.startswith("checkpoint") for line in lines) == 1
+    assert 100 < sum(line.startswith("epoch") for line in lines) < 120
+    assert lines[-1].startswith("epoch 1000/1000")
+
+
 def test_an_epoch_of_unknown_length_is_shown_when_the_next_begins() -> None:
     lines = plain(
         [
@@ -261,13 +293,10 @@ class Screen:
             self.column = 0
         elif text == "\n":
             self._down()
-        elif command == "F":
-            self.row, self.column = max(self.row - int(match[1] or 1), 0), 0
-        elif command == "K":
-            self.rows[self.row] = self.rows[self.row][: self.column]
-        elif command == "J":
-            self.rows[self.row] = self.rows[self.row][: self.column]
-            del self.rows[self.row + 1 :]
+        elif command == "A":
+            self.row = max(self.row - int(match[1] or 1), 0)
+        elif text == "\x1b[2K":
+            self.rows[self.row] = ""
         elif command is None:
             for character in text:
                 if self.column == self.columns:
@@ -331,7 +360,7 @@ def test_two_living_lines_below_everything_else(tmp_path: Path) -> None:
         begin()
         for n in range(1, 13):
             step(n, loss=1 / n)
-            time.sleep(0.1)
+            time.sleep(0.15)
             if n == 2:
                 print("printed", n)
                 print("to stderr", file=sys.stderr)
@@ -365,7 +394,7 @@ def test_two_living_lines_below_everything_else(tmp_path: Path) -> None:
         "warning: odd",
         "from another member",
     ]
-    assert re.fullmatch(r"epoch 1/2  [━─]{60}  step 12/1000  in 0:01", where)
+    assert re.fullmatch(r"epoch 1/2  [━─]{60}  step 12/1000  in 0:0\d", where)
     assert re.fullmatch(r"loss 0.08333  640 samples/s  ━{16}  data 2% compute 90% wait 8%", how)
     assert last == "last words"
 
@@ -440,6 +469,24 @@ def test_a_terminal_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None
     assert code == 0
 
 
+def test_the_users_print_goes_on_when_our_stream_is_closed(tmp_path: Path) -> None:
+    text, code = on_terminal(
+        """
+        begin()
+        step(1)
+        sys.stderr.close()
+        print("still here")
+        step(2)
+        progress.close()
+        done()
+        """,
+        tmp_path,
+    )
+    assert (tmp_path / "done").read_text() == "done"
+    assert "still here" in text
+    assert code == 0
+
+
 def test_output_to_a_file_is_left_alone(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
         text, code = on_terminal(
@@ -449,12 +496,16 @@ def test_output_to_a_file_is_left_alone(tmp_path: Path) -> None:
                 step(n)
                 print("row", n)
                 time.sleep(0.11)
+            for n in range(4, 14):
+                print("row", n)
+                time.sleep(0.06)
             """,
             tmp_path,
             stdout=out.fileno(),
         )
     assert code == 0
-    assert (tmp_path / "out").read_text() == "row 1\nrow 2\nrow 3\n"
+    assert (tmp_path / "out").read_text() == "".join(f"row {n}\n" for n in range(1, 14))
+    assert text.count("\x1b[2K") < 12  # what is not on the terminal does not disturb it
     assert [line[:9] for line in screen_of(text)] == ["run digit", "epoch 1/2", "loss 0.50"]
 
 

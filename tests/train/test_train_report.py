@@ -259,7 +259,8 @@ def test_what_is_not_finite_is_a_gap(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     assert page.curve("loss")["series"][0]["y"] == [3.0, 2.0, None, 1.0, None, None, 0.5, 0.25]
     line = page.paths("loss", "line")[0]
-    assert (line.count("M"), line.count("L")) == (3, 2)
+    assert (line.count("M"), line.count("L")) == (2, 2)  # 3 to 2, and 0.5 to 0.25; the 1 stands alone
+    assert page.paths("loss", "dots")[0].count("M") == 5
     assert "nan" not in line
     assert page.paths("loss", "lost")[0].count("M") == 3
     assert "3 of 8 not finite, first at step 3" in page.of("p")
@@ -284,7 +285,7 @@ def test_odd_values_are_drawn_or_left_out(tmp_path: Path, values: list[Any]) -> 
         writer.steps(step, step, loss=value)
     page = Page(write_report(tmp_path))
     assert page.curve("loss")["x"] == list(range(1, len(values) + 1))
-    for line in page.paths("loss", "line"):
+    for line in page.paths("loss", "line") + page.paths("loss", "dots"):
         assert "nan" not in line
         assert "inf" not in line
 
@@ -342,9 +343,9 @@ def test_half_a_million_events_take_seconds(tmp_path: Path) -> None:
     for rank in range(2):
         text = "".join(line.format(step, rank) for step in range(1, 250_001))
         (tmp_path / "events" / f"rank-{rank}.jsonl").write_text(text)
-    began = time.perf_counter()
+    began = time.process_time()  # other tests may have the other cores
     path = write_report(tmp_path)
-    assert time.perf_counter() - began < 15  # about two seconds on an idle core
+    assert time.process_time() - began < 6  # about one and a half
     assert path.stat().st_size < 2_000_000
 
 

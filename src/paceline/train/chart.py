@@ -19,6 +19,7 @@ from paceline.train import figures
 from paceline.train.history import Floats
 from paceline.train.thin import Drawn, log_ticks, span, ticks, time_ticks
 
+_FEW = 30  # points that are drawn as dots as well
 _MARKS = 60  # vertical lines at most; of more, every second, third, ... is drawn
 
 
@@ -33,6 +34,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
     marks: tuple[float, ...] = ()  # epochs
     resumes: tuple[float, ...] = ()
+    x_range: tuple[float, float] | None = None  # None: that of the points
     wide: bool = False
     zero: bool = False  # whether the axis begins at zero
 
@@ -52,7 +54,7 @@ def draw(chart: Chart, key: str) -> str:
     d = chart.drawn
     parts = [y for y in (d.y, d.low, d.high) if y is not None]
     values = np.concatenate(parts)
-    x0, x1 = _x_range(d.x)
+    x0, x1 = chart.x_range or _x_range(d.x)
     plots = [_plot(chart, (x0, x1), span(values, chart.zero), log=False)]
     positive = values[np.isfinite(values) & (values > 0)]
     switch = ""
@@ -114,7 +116,10 @@ def _plot(chart: Chart, x_range: tuple[float, float], y_range: tuple[float, floa
             body.append(f'<path class="{kind}" d="{marks}"/>')
     if d.low is not None and d.high is not None:
         body.append(f'<path class="band" d="{_band(d, across, up)}"/>')
-    body.append(f'<path class="line" d="{_line(d.x, d.y, across, up)}"/>')
+    line, dots = _line(d.x, d.y, across, up)
+    body.append(f'<path class="line" d="{line}"/>')
+    if dots:
+        body.append(f'<path class="dots" d="{dots}"/>')
     if len(d.lost):
         some = d.lost[:: -(-len(d.lost) // 200)]
         body.append(f'<path class="lost" d="{"".join(f"M{across(x):.1f} 1000v-30" for x in some)}"/>')
@@ -135,18 +140,20 @@ def _scale(low: float, high: float, log: bool) -> Callable[[float], float]:
     return lambda x: (math.log(x) - begin) / length * 1000 if x > 0 else math.nan
 
 
-def _line(xs: Floats, ys: Floats, across: Callable[[float], float], up: Callable[[float], float]) -> str:
-    out: list[str] = []
-    drawing = False
+def _line(xs: Floats, ys: Floats, across: Callable[[float], float], up: Callable[[float], float]) -> tuple[str, str]:
+    """The line, broken where there is a gap, and dots for points without neighbours; for all where they are few."""
+    pieces: list[list[str]] = [[]]
     for x, y in zip(xs.tolist(), ys.tolist()):
         height = up(y)
         if math.isnan(height):
-            drawing = False
-            continue
-        # A point without neighbours is drawn as a line of no length, which round ends make a dot.
-        out.append(f"{'L' if drawing else 'M'}{across(x):.1f} {1000 - height:.1f}{'' if drawing else 'h0'}")
-        drawing = True
-    return "".join(out)
+            pieces.append([])
+        else:
+            pieces[-1].append(f"{across(x):.1f} {1000 - height:.1f}")
+    line = "".join(f"M{'L'.join(piece)}" for piece in pieces if len(piece) > 1)
+    few = len(xs) <= _FEW
+    # A line of no length, which round ends make a dot.
+    dots = "".join(f"M{point}h0" for piece in pieces if few or len(piece) == 1 for point in piece)
+    return line, dots
 
 
 def _band(d: Drawn, across: Callable[[float], float], up: Callable[[float], float]) -> str:

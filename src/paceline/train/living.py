@@ -16,23 +16,25 @@ from rich.text import Text
 
 from paceline.core.events import Event
 from paceline.train import figures
-from paceline.train.pace import Pace
-from paceline.train.progress import SPLIT, happening
 from paceline.train.screen import Line, Screen
+from paceline.train.story import SPLIT, Story
 
 _DRAW_S = 0.1
 _SHARE = 0.01  # of the time that drawing may take
 _BAR_CELLS = 60  # at most
 _SPLIT_CELLS = 16
 COLOURS = {"data": "yellow", "compute": "cyan", "wait": "magenta"}
-_ABOVE = {"warning": "yellow", "checkpoint_failed": "yellow", "checkpoint": "dim", "start": "bold"}
+_ABOVE = {"start": "bold", "checkpoint": "dim", "end": "red"} | dict.fromkeys(
+    ("warning", "checkpoint_failed"), "yellow"
+)
 
 
 class Living:
     """The two lines and what is printed above them."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self._pace = Pace()
+        self._story = Story(brief=True)
+        self._pace = self._story.pace
         self._screen = Screen(stream)
         # The console only turns styles into text; it never writes by itself.
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, width=10_000)
@@ -42,14 +44,12 @@ class Living:
 
     def take(self, event: Event) -> None:
         kind = str(event.get("kind"))
-        self._pace.take(event)
+        for told, text in self._story.take(event):
+            if told == kind or kind != "end":  # where the run ended, the two lines stay and say it
+                self.line(self._styled(Text(text, style=_ABOVE.get(told, ""))))
         if kind == "end":
             self._ended = True
-            if event.get("outcome") != "finished":
-                self.line(self._styled(Text(happening(event, self._pace), style="red")))
             self.close()
-        elif kind != "step" and (text := happening(event, self._pace)):
-            self.line(self._styled(Text(text, style=_ABOVE.get(kind, ""))))
         elif time.monotonic() >= self._next:
             self._draw()
 

@@ -91,7 +91,8 @@ class Pace:
         step = int(event.get("step") or 0)
         times = {k: value(event.get(f"{k}_s") or 0.0) for k in ("data", "compute", "wait")}
         since = max(now - self._last, 0.0) if self._last is not None else 0.0
-        seconds = sum(times.values()) or since
+        timed = any(f"{k}_s" in event for k in times)
+        seconds = sum(times.values()) if timed else since
         self._rate.add(seconds, samples=value(event.get("samples") or 0), seconds=seconds, **times)
         self._steps.add(since, steps=float(max(step - self.step, 0)), seconds=since)
         self.step, self.stepped = step, True

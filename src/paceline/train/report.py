@@ -2,7 +2,7 @@
 
 Written at the end of a run, and at any other time from the event files alone. Everything that comes from
 the run (its name, names of scalars, messages, paths) is escaped; the page allows no script but its own, and
-loads nothing. Drawing is in chart.py, reading in history.py.
+loads nothing. Drawing is in chart.py, reading in history.py, tables in tables.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import base64
 import hashlib
 import html
 import os
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -21,16 +20,15 @@ import msgspec
 import numpy as np
 
 from paceline.core.events import Event
-from paceline.train import figures
+from paceline.train import figures, tables
 from paceline.train.chart import Chart, Stack, draw, draw_stack, points, stack_points
-from paceline.train.figures import clean, value
+from paceline.train.figures import clean
 from paceline.train.history import Curve, History, read
-from paceline.train.summary import Share, Summary, summarise
+from paceline.train.story import MEAN, SPLIT
+from paceline.train.summary import Summary, summarise
 from paceline.train.thin import Drawn, bins, thin
 
-_SPLIT = ("data", "compute", "wait")
 _MOST_STACKS = 16  # members whose time is drawn; the table has all
-_MOST_ROWS = 50  # of checkpoints and warnings
 _TIME_BINS = 200
 
 
@@ -39,16 +37,16 @@ def write_report(run_dir: Path) -> Path:
     history = read(run_dir)
     path = run_dir / "report.html"
     part = path.with_name(path.name + ".part")
-    part.write_text(page(history, run_dir.resolve().name), encoding="utf-8")
+    part.write_text(page(history, run_dir.resolve()), encoding="utf-8")
     os.replace(part, path)
     return path
 
 
-def page(history: History, name: str) -> str:
-    """The whole document; `name` is used where the run did not say its own."""
+def page(history: History, run_dir: Path) -> str:
+    """The whole document."""
     start = history.starts[-1] if history.starts else {}
     summary = summarise(history.end or _end_so_far(history), start)
-    title = html.escape(clean(start.get("name") or name, 200))
+    title = html.escape(clean(start.get("name") or run_dir.name, 200))
     keyed: dict[str, Any] = {}
     sections = [
         _header(history, start, summary, title),
@@ -57,9 +55,9 @@ def page(history: History, name: str) -> str:
         _section("Curves", _curves(history, keyed)),
         _section("Samples per second over training time", _speed(history, keyed)),
         _section("Where the time went", _stacks(history, summary, keyed)),
-        _section("Members", _members(summary)),
-        _section("Checkpoints", _checkpoints(history.checkpoints)),
-        _section("Warnings", _warnings(history)),
+        _section("Members", tables.members(summary)),
+        _section("Checkpoints", tables.checkpoints(history.checkpoints, run_dir)),
+        _section("Warnings", tables.warnings(history)),
     ]
     body = "\n".join(filter(None, sections))
     epochs = [(int(s), int(e) + 1) for s, e in zip(history.epochs.steps, history.epochs.values) if e == e]
@@ -135,9 +133,12 @@ def _tiles(history: History, summary: Summary) -> str:
         tiles.append(("waiting", figures.percent(summary.wait_share)))
     if summary.sent_bytes:
         tiles.append(("sent", figures.size(summary.sent_bytes)))
-    if "loss" in history.scalars:
+    if f"{MEAN}loss" in history.metrics:
+        tiles.append(("loss, last epoch", _last(history.metrics[f"{MEAN}loss"])))
+    elif "loss" in history.scalars:
         tiles.append(("last loss", _last(history.scalars["loss"])))
-    tiles += [(clean(name), _last(curve)) for name, curve in list(history.metrics.items())[:4]]
+    metrics = [(clean(n), _last(curve)) for n, curve in history.metrics.items() if not n.startswith(MEAN)]
+    tiles += metrics[:8]
     cells = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in tiles)
     return f'<dl class="tiles">{cells}</dl>'
 
@@ -147,15 +148,15 @@ def _last(curve: Curve) -> str:
 
 
 def _curves(history: History, keyed: dict[str, Any]) -> str:
-    """Loss first and wide, then metrics, which are few, then the other scalars."""
+    """Loss first and wide, then metrics, which are few, then the other scalars, then means over epochs."""
     named = [(name, curve, False) for name, curve in history.scalars.items()]
     named += [(name, curve, True) for name, curve in history.metrics.items()]
-    named.sort(key=lambda n: (n[0] != "loss" or n[2], not n[2]))
+    named.sort(key=lambda n: (n[0] != "loss" or n[2], n[0].startswith(MEAN), not n[2]))
     epochs, resumes = tuple(history.epochs.steps), tuple(map(float, history.resumed_steps))
     out: list[str] = []
     banded = False
-    for name, curve, _ in named:
-        if not len(curve):
+    for name, curve, measured in named:
+        if not len(curve) or (measured and len(curve) == 1):  # a metric taken once is a tile, not a curve
             continue
         drawn = thin(curve.steps, curve.values)
         wide = not out
@@ -170,6 +171,7 @@ def _curves(history: History, keyed: dict[str, Any]) -> str:
             note=note,
             marks=epochs,
             resumes=resumes,
+            x_range=(0.0, float(max(history.step, curve.steps[-1]))),
             wide=wide,
         )
         out.append(_add(keyed, draw, points, chart))
@@ -212,11 +214,11 @@ def _stacks(history: History, summary: Summary, keyed: dict[str, Any]) -> str:
         whole = rows.sum(axis=0) / rows.sum()
         note = f"waits {figures.percent(whole[2])}"
         shares = sums / sums.sum(axis=1, keepdims=True)
-        stack = Stack(title=f"member {rank}", x=x, shares=shares, names=_SPLIT, note=note)
+        stack = Stack(title=f"member {rank}", x=x, shares=shares, names=SPLIT, note=note)
         out.append(_add(keyed, draw_stack, stack_points, stack))
     if not out:
         return ""
-    legend = "".join(f'<span><i class="{name}"></i>{name}</span>' for name in _SPLIT)
+    legend = "".join(f'<span><i class="{name}"></i>{name}</span>' for name in SPLIT)
     if len(history.times) > len(ranks):
         legend += f"<span>{len(ranks)} of {len(history.times)} members: the busiest</span>"
     return f'<div class="legend">{legend}</div><div class="charts few">{"".join(out)}</div>'
@@ -227,71 +229,6 @@ def _add(keyed: dict[str, Any], drawing: Any, pointing: Any, what: Any) -> str:
     keyed[key] = pointing(what)
     drawn: str = drawing(what, key)
     return drawn
-
-
-def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
-    """`heads` that begin with a blank are of text; the others are of numbers, to the right."""
-    cells = "".join(f"<th{_TEXT if h.startswith(' ') else ''}>{html.escape(h.strip())}</th>" for h in heads)
-    return f'<div class="box"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-_TEXT = ' class="text"'
-
-
-def _members(summary: Summary) -> str:
-    def row(first: str, host: str, part: Share | Summary, kind: str) -> str:
-        shares = (part.data_share, part.compute_share, part.wait_share)
-        bar = "".join(f'<i class="{n}" style="width:{100 * s:.1f}%"></i>' for n, s in zip(_SPLIT, shares))
-        texts = [
-            figures.count(part.samples),
-            figures.count(part.samples_per_s),
-            figures.size(part.sent_bytes),
-        ]
-        texts += [figures.percent(s) for s in shares]
-        cells = "".join(f"<td>{html.escape(t)}</td>" for t in texts)
-        head = f"<td{_TEXT}>{first}</td><td{_TEXT}>{html.escape(clean(host))}</td>"
-        return f'<tr class="{kind}">{head}{cells}<td><div class="bar">{bar}</div></td></tr>'
-
-    if not summary.members:
-        return ""
-    rows = [
-        row(f"{m.rank}, slowest" if m.rank == summary.slowest else f"{m.rank}", m.host, m, _kind(m, summary))
-        for m in summary.members
-    ]
-    if len(summary.members) > 1:
-        rows.append(row("all", "", summary, "all"))
-    heads = (" member", " host", "samples", "samples/s", "sent", *_SPLIT, "")
-    return _table(heads, rows)
-
-
-def _kind(member: Share, summary: Summary) -> str:
-    return "slow" if member.rank == summary.slowest else "one"
-
-
-def _checkpoints(checkpoints: list[Event]) -> str:
-    rows = []
-    for c in checkpoints[-_MOST_ROWS:]:
-        texts = [
-            f"{value(c.get('step')):,.0f}",
-            figures.size(c.get("bytes")),
-            f"{value(c.get('seconds')):.2f} s",
-        ]
-        cells = "".join(f"<td>{html.escape(t)}</td>" for t in texts)
-        rows.append(f"<tr>{cells}<td{_TEXT}>{html.escape(clean(c.get('path') or '', 300))}</td></tr>")
-    more = len(checkpoints) - len(rows)
-    note = f'<p class="note">and {more:,} before them</p>' if more else ""
-    return _table(("step", "size", "took", " path"), rows) + note if rows else ""
-
-
-def _warnings(history: History) -> str:
-    items = []
-    for (rank, message), times in list(history.warnings.items())[:_MOST_ROWS]:
-        often = f" ({times:,} times)" if times > 1 else ""
-        items.append(f"<li>{html.escape(f'member {rank}: {clean(message, 2000)}{often}')}</li>")
-    more = len(history.warnings) - len(items)
-    if more > 0:
-        items.append(f"<li>and {more:,} more</li>")
-    return f'<div class="box"><ul>{"".join(items)}</ul></div>' if items else ""
 
 
 def _footer(history: History) -> str:

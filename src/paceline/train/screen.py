@@ -69,7 +69,7 @@ class Screen:
     def above(self, text: str) -> None:
         with self._lock:
             self._end_open_line()
-            self._put(self._home() + f"\x1b[J{text}\n")
+            self._put(self._home() + text + "\n")
             self._draw()
 
     def close(self) -> None:
@@ -85,17 +85,17 @@ class Screen:
             self._open_since = 0.0
 
     def _home(self) -> str:
-        """Moves to where our first line begins; whoever writes this clears or overwrites from there on."""
+        """Clears our lines and moves to where the first began."""
         columns = self.width()  # a window made narrower has folded our lines
         rows = sum(max(-(-width // columns), 1) for width in self._rows)
         self._rows = []
-        return f"\x1b[{rows - 1}F" if rows > 1 else "\r" if rows else ""
+        # In this form, line by line, since a launcher slips the lines of other members in where it ends.
+        return "\r\x1b[2K" + "\x1b[1A\x1b[2K" * (rows - 1) if rows else ""
 
     def _draw(self) -> None:
         if not self._lines:
             return
-        # One write, each line cleared only behind its end: nothing flickers.
-        self._put(self._home() + "\n".join(f"{line.text}\x1b[K" for line in self._lines) + "\x1b[J")
+        self._put(self._home() + "\n".join(line.text for line in self._lines))  # one write: nothing flickers
         self._rows = [line.width for line in self._lines]
         self._drawn = time.monotonic()
 
@@ -122,7 +122,7 @@ class Screen:
                 return write(text)  # a forked child has no screen, and there the lock may be held for ever
             with self._lock:
                 if self._rows:
-                    self._put(self._home() + "\x1b[J")
+                    self._put(self._home())
                 written = write(text)
                 stream.flush()
                 if not text.endswith("\n"):

@@ -120,17 +120,19 @@ def table(summary: Summary) -> RenderableType:
     head.append("  " + "  ".join(facts))
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     rows.add_column("member", justify="right")
-    rows.add_column("host", overflow="ellipsis", no_wrap=True, max_width=24)
+    several = len({m.host for m in summary.members}) > 1
+    if several:
+        rows.add_column("host", overflow="ellipsis", no_wrap=True, max_width=32)
     for name in ("samples", "samples/s", "sent", "data", "compute", "wait"):
         rows.add_column(name, justify="right", no_wrap=True)
     rows.add_column("")
     for m in summary.members:
         slow = m.rank == summary.slowest
         note = f"slowest, {summary.slowest_by:.2f}x the others" if slow else ""
-        rows.add_row(*_cells(str(m.rank), m.host, m), note, style="yellow" if slow else "")
+        rows.add_row(*_cells(str(m.rank), [Text(m.host)] * several, m), note, style="yellow" if slow else "")
     if len(summary.members) > 1:
         rows.add_section()
-        rows.add_row(*_cells("all", "", summary), "", style="bold")
+        rows.add_row(*_cells("all", [Text()] * several, summary), "", style="bold")
     parts: list[RenderableType] = [head]
     if summary.members:
         parts += ["", rows]
@@ -163,10 +165,10 @@ def print_summary(summary: Summary, stream: IO[str] | None = None) -> None:
 _OUTCOMES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
 
 
-def _cells(first: str, host: str, part: Share | Summary) -> list[str | Text]:
+def _cells(first: str, host: list[Text], part: Share | Summary) -> list[str | Text]:
     counts = [figures.count(part.samples), figures.count(part.samples_per_s), figures.size(part.sent_bytes)]
     shares = [figures.percent(s) for s in (part.data_share, part.compute_share, part.wait_share)]
-    return [first, Text(host), *counts, *shares]
+    return [first, *host, *counts, *shares]
 
 
 def _amount(fields: dict[str, Any], key: str) -> float:

@@ -62,6 +62,7 @@ def bins(seconds: Floats, amounts: Floats, most: int) -> tuple[Floats, Floats]:
     (array([1., 3.]), array([[3.],
            [5.]]))
     """
+    amounts, seconds = amounts[seconds > 0], seconds[seconds > 0]
     whole = float(seconds.sum())
     if whole <= 0:
         return np.empty(0), np.empty((0, amounts.shape[1]))

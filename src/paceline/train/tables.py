@@ -1,0 +1,86 @@
+"""The tables of the report: members, checkpoints, warnings. Everything that comes from the run is escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from pathlib import Path
+
+from paceline.core.events import Event
+from paceline.train import figures
+from paceline.train.figures import clean, value
+from paceline.train.history import History
+from paceline.train.story import SPLIT
+from paceline.train.summary import Share, Summary
+
+_MOST_ROWS = 50  # of checkpoints and warnings
+
+
+def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
+    """`heads` that begin with a blank are of text; the others are of numbers, to the right."""
+    cells = "".join(f"<th{_TEXT if h.startswith(' ') else ''}>{html.escape(h.strip())}</th>" for h in heads)
+    return f'<div class="box"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+_TEXT = ' class="text"'
+
+
+def members(summary: Summary) -> str:
+    several = len({m.host for m in summary.members}) > 1
+
+    def row(first: str, host: str, part: Share | Summary, kind: str) -> str:
+        shares = (part.data_share, part.compute_share, part.wait_share)
+        bar = "".join(f'<i class="{n}" style="width:{100 * s:.1f}%"></i>' for n, s in zip(SPLIT, shares))
+        texts = [
+            figures.count(part.samples),
+            figures.count(part.samples_per_s),
+            figures.size(part.sent_bytes),
+        ]
+        texts += [figures.percent(s) for s in shares]
+        cells = "".join(f"<td>{html.escape(t)}</td>" for t in texts)
+        head = f"<td{_TEXT}>{first}</td>"
+        if several:
+            head += f"<td{_TEXT}>{html.escape(clean(host))}</td>"
+        return f'<tr class="{kind}">{head}{cells}<td><div class="bar">{bar}</div></td></tr>'
+
+    if not summary.members:
+        return ""
+    rows = [
+        row(f"{m.rank}, slowest" if m.rank == summary.slowest else f"{m.rank}", m.host, m, _kind(m, summary))
+        for m in summary.members
+    ]
+    if len(summary.members) > 1:
+        rows.append(row("all", "", summary, "all"))
+    heads = (" member", *([" host"] if several else []), "samples", "samples/s", "sent", *SPLIT, "")
+    return _table(heads, rows)
+
+
+def _kind(member: Share, summary: Summary) -> str:
+    return "slow" if member.rank == summary.slowest else "one"
+
+
+def checkpoints(checkpoints: list[Event], run_dir: Path) -> str:
+    rows = []
+    for c in checkpoints[-_MOST_ROWS:]:
+        texts = [
+            f"{value(c.get('step')):,.0f}",
+            figures.size(c.get("bytes")),
+            f"{value(c.get('seconds')):.2f} s",
+        ]
+        cells = "".join(f"<td>{html.escape(t)}</td>" for t in texts)
+        path = clean(str(c.get("path") or "").removeprefix(f"{run_dir}/"), 300)
+        rows.append(f"<tr>{cells}<td{_TEXT}>{html.escape(path)}</td></tr>")
+    more = len(checkpoints) - len(rows)
+    note = f'<p class="note">and {more:,} before them</p>' if more else ""
+    return _table(("step", "size", "took", " path"), rows) + note if rows else ""
+
+
+def warnings(history: History) -> str:
+    items = []
+    for (rank, message), times in list(history.warnings.items())[:_MOST_ROWS]:
+        often = f" ({times:,} times)" if times > 1 else ""
+        items.append(f"<li>{html.escape(f'member {rank}: {clean(message, 2000)}{often}')}</li>")
+    more = len(history.warnings) - len(items)
+    if more > 0:
+        items.append(f"<li>and {more:,} more</li>")
+    return f'<div class="box"><ul>{"".join(items)}</ul></div>' if items else ""
