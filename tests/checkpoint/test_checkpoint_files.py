@@ -329,7 +329,7 @@ def test_no_permission(checkpoints: Checkpoints, directory: Path) -> None:
     try:
         with pytest.raises(CheckpointFailed, match=os.strerror(errno.EACCES)):
             save(checkpoints, 2)
-        with pytest.raises(PacelineError, match="could not be removed|cannot be listed"):
+        with pytest.raises(PacelineError, match=r"could not be removed|cannot be listed"):
             checkpoints.clear()
     finally:
         os.seteuid(os.getuid())
