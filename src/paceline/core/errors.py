@@ -1,12 +1,13 @@
 """What can go wrong, as one tree.
 
-    PacelineError
-    ├── ConfigError        the user's input is wrong: names the field, the value, what is allowed, what to do
-    ├── Interrupted        the view changed under an operation: drop it and go on in the next view
-    │   └── TimedOut       a wait reached its limit; names the members that did not arrive
-    ├── Lost               state is gone: heal, then go on
-    │   └── CheckpointError  a checkpoint is torn, altered or does not fit
-    └── AuthError          the other side does not hold this run's token
+PacelineError
+├── ConfigError        the user's input is wrong: names the field, the value, what is allowed, what to do
+├── Interrupted        the view changed under an operation: drop it and go on in the next view
+│   └── TimedOut       a wait reached its limit; names the members that did not arrive
+├── Lost               state is gone: heal, then go on
+│   └── CheckpointError  a checkpoint is torn, altered or does not fit
+├── CheckpointFailed   a checkpoint could not be written; training goes on (checkpoint/files.py)
+└── AuthError          the other side does not hold this run's token
 """
 
 from __future__ import annotations

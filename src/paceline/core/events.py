@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ class Events:
 
     >>> seen = []
     >>> events = Events(rank=0, sinks=[seen.append])
-    >>> events.emit("epoch", epoch=1)
+    >>> _ = events.emit("epoch", epoch=1)
     >>> seen[0]["kind"], seen[0]["epoch"], seen[0]["rank"]
     ('epoch', 1, 0)
     """
@@ -30,10 +31,11 @@ class Events:
         self.rank = rank
         self.sinks: list[Sink] = list(sinks or [])
 
-    def emit(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, **fields: Any) -> Event:
         event = {"kind": kind, "time": time.time(), "rank": self.rank, **fields}
         for sink in self.sinks:
             sink(event)
+        return event
 
 
 class JsonLines:
@@ -43,6 +45,9 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("a", encoding="utf-8")
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n":
+                self._file.write("\n")  # the last word of a killed member stays a line of its own
         self._failed = False
 
     def __call__(self, event: Event) -> None:

@@ -95,7 +95,6 @@ class Layout:
         numel = sum(_padded(s.parameter.numel()) for s in bucket.slots)
         total = numel + (num_control + num_buffered if bucket is self.tail else 0)
         bucket.flat = arena.memory[offset : offset + total * dtype.itemsize].view(dtype)
-        bucket.flat.zero_()
         at = 0
         for slot in bucket.slots:
             slot.bucket = bucket

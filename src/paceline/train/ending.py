@@ -26,6 +26,7 @@ class Ending:
 
     def __init__(self, *, directory: Path, script: str, events: Events, status: Status, first: bool, host: str) -> None:
         self.script = script
+        self.start: Event | None = None  # the event with which training began
         self._directory = directory
         self._events = events
         self._status = status
@@ -87,7 +88,7 @@ class Ending:
         from paceline.train.report import write_report
         from paceline.train.summary import print_summary, summarise, write_summary
 
-        summary = summarise({"kind": "end", **end})
+        summary = summarise({"kind": "end", **end}, self.start)
         try:
             write_summary(summary, self._directory)
             report = write_report(self._directory)

@@ -1,6 +1,7 @@
 """Measures the steps of one member and tells of them in events, at most ten times a second.
 
-Scalars logged between two events are averaged without asking a device for their values until the event is due.
+Scalars logged between two events are averaged where they are. A device is never waited for: what lies on one is asked
+for when an event is due and told with the next one, when it has long arrived.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Scalars:
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
+        self._asked: dict[str, tuple[Any, int]] = {}  # on their way from a device since the last `take`
 
     def add(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -35,9 +37,17 @@ class Scalars:
                 self._sums[name] = value
                 self._counts[name] = 1
 
-    def take(self) -> dict[str, tuple[float, int]]:
-        """Sum and count by name; starts anew."""
-        taken = {name: (float(total), self._counts[name]) for name, total in self._sums.items()}
+    def take(self, *, wait: bool = False) -> dict[str, tuple[float, int]]:
+        """Sum and count by name, and start anew; sums on a device are given the next time, or now with `wait`."""
+        taken = {name: (float(total), count) for name, (total, count) in self._asked.items()}
+        self._asked.clear()
+        for name, total in self._sums.items():
+            count = self._counts[name]
+            if isinstance(total, torch.Tensor) and total.device.type != "cpu" and not wait:
+                self._asked[name] = (total.to("cpu", non_blocking=True), count)
+                continue
+            old = taken.get(name, (0.0, 0))
+            taken[name] = (old[0] + float(total), old[1] + count)
         self._sums.clear()
         self._counts.clear()
         return taken
@@ -102,8 +112,8 @@ class Meter:
             self._tell()
         return report
 
-    def _tell(self) -> None:
-        taken = self._scalars.take()
+    def _tell(self, *, wait: bool = False) -> None:
+        taken = self._scalars.take(wait=wait)
         for name, (total, count) in taken.items():
             old = self._epoch_scalars.get(name, (0.0, 0))
             self._epoch_scalars[name] = (old[0] + total, old[1] + count)
@@ -116,6 +126,6 @@ class Meter:
 
     def end_epoch(self) -> dict[str, tuple[float, int]]:
         """Tell what is left; sums and counts of this epoch's scalars on this member."""
-        self._tell()
+        self._tell(wait=True)
         taken, self._epoch_scalars = self._epoch_scalars, {}
         return taken

@@ -76,6 +76,7 @@ class Run:
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
         self._in_epochs = False
+        self._epoch_step = 0  # steps before the epoch under way
 
     # ---- what the loop uses
 
@@ -254,9 +255,9 @@ class Run:
         place = self._saver.resume()
         first = 0
         if place is not None:
-            self._meter.step, first = place
+            self._meter.step, first, self._epoch_step = place
             self._status.step = self._meter.step
-        self._events.emit(
+        self._ending.start = self._events.emit(
             "start",
             size=self.size,
             name=self.settings.name,
@@ -279,7 +280,7 @@ class Run:
         with contextlib.suppress(TypeError):
             steps = len(self._loaders[0]) if self._loaders else None
         self._status.set("training")
-        self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._meter.step)
+        self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._epoch_step)
         self._meter.start()
 
     def _leave_epoch(self, epoch: int) -> None:
@@ -287,6 +288,7 @@ class Run:
             self._tell_metric(f"epoch/{name}", value)
         for loader in self._loaders:
             loader.set_epoch(epoch + 1)
+        self._epoch_step = self._meter.step
         if self._saver.enabled:
             self._save(epoch + 1)
         self._world.granted = self._world.wish = False
@@ -305,7 +307,7 @@ class Run:
             raise ConfigError("this run writes no checkpoints: checkpoint_keep is 0")
         before = self._status.what
         self._status.set("checkpointing")
-        self._saver.save(self._meter.step, epoch)
+        self._saver.save(self._meter.step, epoch, self._epoch_step)
         self._status.set(before)
 
     def _drawn(self, real: int, nominal: int) -> None:

@@ -74,7 +74,7 @@ class Saver:
             return False
         return time.monotonic() - self._last_at >= self._every_s
 
-    def save(self, step: int, epoch: int) -> None:
+    def save(self, step: int, epoch: int, epoch_step: int) -> None:
         """All members together, between two steps. Returns when the state is copied; it is written behind."""
         self.report()
         self._last_at = time.monotonic()
@@ -83,9 +83,13 @@ class Saver:
             return
         shared = {name: part.state_dict() for name, part in self._parts.items()}
         try:
-            snapshot = self._checkpoints.snapshot(shared)
+            snapshot = self._checkpoints.snapshot(shared)  # waits for the write before it
+            self.report()
             self._pending = self._checkpoints.write(
-                step, snapshot, [t.numpy().tobytes() for t in own], {"epoch": epoch, "size": self._group.size}
+                step,
+                snapshot,
+                [t.numpy().tobytes() for t in own],
+                {"epoch": epoch, "epoch_step": epoch_step, "size": self._group.size},
             )
         except CheckpointFailed as error:
             self._events.emit("checkpoint_failed", step=step, reason=str(error))
@@ -116,15 +120,15 @@ class Saver:
         if self._checkpoints:
             self._checkpoints.clear()
 
-    def resume(self) -> tuple[int, int] | None:
-        """Restore the newest good checkpoint on all members; (step, epoch), or None where there is none."""
+    def resume(self) -> tuple[int, int, int] | None:
+        """Restore the newest good checkpoint on all members; its step, its epoch and that epoch's first step, or None."""
         if not self.enabled:
             return None
         loaded: Loaded | None = None
         if self._checkpoints:
             refused: Callable[[str], None] = lambda reason: self._events.emit("warning", message=reason)  # noqa: E731
             loaded = self._checkpoints.load_latest(refused)
-        head = b"" if loaded is None else pack({"step": loaded.step, "epoch": loaded.meta["epoch"]})
+        head = b"" if loaded is None else pack({"step": loaded.step, **loaded.meta})
         head = self._group.exchange(head)[0]
         if not head:
             return None
@@ -136,7 +140,7 @@ class Saver:
             set_random_states(unpack(own))
         else:  # a member that the saved run did not have
             torch.manual_seed(self._seed * 1_000_003 + place["step"] * 1009 + self._group.rank)
-        return int(place["step"]), int(place["epoch"])
+        return int(place["step"]), int(place["epoch"]), int(place["epoch_step"])
 
     def close(self) -> None:
         self.report(wait=True)

@@ -35,7 +35,7 @@ _ALIGN = 16  # elements: parts begin at cache lines
 class Arena(Protocol):
     """The contract of all arenas."""
 
-    memory: torch.Tensor  # flat, uint8
+    memory: torch.Tensor  # flat, uint8, zeros at first
 
     @property
     def sent_bytes(self) -> int: ...
@@ -240,7 +240,7 @@ class RingArena:
     """An arena in private memory whose slices travel around a ring of hosts."""
 
     def __init__(self, reduce: Callable[[torch.Tensor], None], name: str, nbytes: int) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
         self._courier = Courier(reduce, name)
         self._carried: list[Future[None]] = []
         self.waited_s = 0.0
@@ -270,7 +270,7 @@ class StagedArena:
 
     def __init__(self, inner: Arena, device: torch.device) -> None:
         self._inner = inner
-        self.memory = torch.empty(inner.memory.numel(), dtype=torch.uint8, device=device)
+        self.memory = torch.zeros(inner.memory.numel(), dtype=torch.uint8, device=device)
         self._base = self.memory.data_ptr()
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -34,9 +34,8 @@ class Segment:
 
     def __init__(self, descriptor: int, nbytes: int, *, own: bool) -> None:
         size = _HEAD + nbytes
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if own else 0)
         access = mmap.PROT_READ | (mmap.PROT_WRITE if own else 0)
-        self._map = mmap.mmap(descriptor, size, flags=flags, prot=access)
+        self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=access)
         os.close(descriptor)
         memory = np.frombuffer(self._map, dtype=np.uint8)
         self._base = memory.ctypes.data
@@ -61,7 +60,7 @@ class Segment:
         """A new segment and a descriptor of it to give away; the caller closes the descriptor."""
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(descriptor, 0, _HEAD + nbytes)
+            os.ftruncate(descriptor, _HEAD + nbytes)  # zeros, taken from memory when first written
             segment = Segment(os.dup(descriptor), nbytes, own=True)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

@@ -82,7 +82,7 @@ class _TorchArena:
     """Buckets reduced by torch.distributed, asynchronously, in the order posted."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._works: list[dist.Work] = []
         self.waited_s = 0.0
         self.sent_bytes = 0
