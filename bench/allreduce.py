@@ -12,6 +12,8 @@ Between four network namespaces (needs root; see `python -m bench._ring_hosts`):
   ring_link_share               ideal time 2(n-1)/n * bytes / rate at 1 Gbit/s / ours, 25 MB
   ring_over_gloo                gloo's time / ours there
   latency_speedup_small/_large  gloo's time / ours with 20 ms round trip, 0.1 MB and 25 MB
+  ..._tls                       the same with ours encrypted, as it is off loopback by itself;
+                                gloo is not
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Figure, Report, arguments, compare, interleave
+from bench.harness import Figure, Report, arguments, compare, interleave, short
 from bench.team import ROOT, Team
 
 MB = 1_000_000
@@ -54,13 +56,11 @@ def main() -> None:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mpi-python", metavar="PATH", default="", help="a Python with mpi4py and numpy")
-    parser.add_argument(
-        "--no-hosts", dest="hosts", action="store_false", help="leave out the part between hosts"
-    )
+    parser.add_argument("--no-hosts", dest="hosts", action="store_false", help="leave out the part between hosts")
 
 
 def _one_host(report: Report, options: argparse.Namespace) -> None:
-    repeats, block_s, limit_s = (9, 0.15, 5.0) if options.quick else (31, 0.4, 60.0)
+    repeats, block_s, limit_s = (9, 0.1, 4.0) if options.quick else (31, 0.4, 60.0)
     mpi = _mpi_command(options.mpi_python)
     if isinstance(mpi, str):
         report.note(f"speedup_mpi_25mb skipped: {mpi}")
@@ -76,9 +76,7 @@ def _one_host(report: Report, options: argparse.Namespace) -> None:
                 sides["copy"] = side("copy")
             if megabytes == 25 and not isinstance(mpi, str):
                 with Team(2, [mpi], limit_s=60) as peers:
-                    sides["mpi"] = lambda k, peers=peers: peers.slowest(
-                        "block", elements=25 * MB // 4, iterations=k
-                    )
+                    sides["mpi"] = lambda k, peers=peers: peers.slowest("block", elements=25 * MB // 4, iterations=k)
                     times = interleave(sides, repeats=repeats, block_s=block_s, limit_s=limit_s)
             else:
                 times = interleave(sides, repeats=repeats, block_s=block_s, limit_s=limit_s)
@@ -139,18 +137,28 @@ def _four_hosts(report: Report, quick: bool) -> None:
             report.note("figures between hosts skipped: python -m bench._ring_hosts did not end in time")
             return
         if done.returncode or not file.exists():
-            report.note(
-                f"figures between hosts skipped: python -m bench._ring_hosts ended with {done.returncode}"
-            )
+            report.note(f"figures between hosts skipped: python -m bench._ring_hosts ended with {done.returncode}")
             return
         values: dict[str, float] = json.loads(file.read_text())
-    for name, goal in GOALS.items():
-        if name in values:
-            report.add(Figure(name=name, value=values.pop(name), goal=goal))
-        else:
-            report.note(f"{name} skipped: python -m bench._ring_hosts did not measure it")
     for name, value in values.items():
-        report.add(Figure(name=name, value=value))
+        if name.endswith(("_ms", "_low", "_high")):
+            report.extra[name] = value
+            continue
+        low, high = (values.get(f"{name}_{end}") for end in ("low", "high"))
+        size = name.removeprefix("latency_speedup_").removesuffix("_tls")
+        ours, peer = (values.get(f"latency_{size}_{side}_ms") for side in ("plain", "gloo"))
+        report.add(
+            Figure(
+                name=name,
+                value=value,
+                ours=f"{short(ours)} ms" if ours and not name.endswith("_tls") else "",
+                peer=f"{short(peer)} ms" if peer else "",
+                spread=f"{short(low)} .. {short(high)}" if low and high else "",
+                goal=GOALS.get(name, ""),
+            )
+        )
+    for name in GOALS.keys() - values.keys():
+        report.note(f"{name} skipped: python -m bench._ring_hosts did not measure it")
 
 
 def _worker() -> None:

@@ -62,9 +62,7 @@ class Report:
     def print(self) -> None:
         header = ["figure", "ours", "peer", "ratio", "spread", "goal", "holds"]
         words = {True: "yes", False: "NO", None: "-"}
-        rows = [
-            [f.name, f.ours, f.peer, short(f.value), f.spread, f.goal, words[f.holds]] for f in self.figures
-        ]
+        rows = [[f.name, f.ours, f.peer, short(f.value), f.spread, f.goal, words[f.holds]] for f in self.figures]
         print(f"\n{self.title}: {machine()}")
         try:
             from rich.console import Console
@@ -110,9 +108,7 @@ def machine() -> str:
     return f"{name}, {cores} cores{gpu}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
-def arguments(
-    doc: str | None, extra: Callable[[argparse.ArgumentParser], None] | None = None
-) -> argparse.Namespace:
+def arguments(doc: str | None, extra: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
     """`--quick`, `--json FILE` and what the benchmark adds."""
     parser = argparse.ArgumentParser(
         description=doc,
@@ -130,9 +126,7 @@ def arguments(
 Block = Callable[[int], float]  # run so many iterations, return the seconds that they took
 
 
-def interleave(
-    sides: Mapping[str, Block], *, repeats: int, block_s: float, limit_s: float
-) -> dict[str, list[float]]:
+def interleave(sides: Mapping[str, Block], *, repeats: int, block_s: float, limit_s: float) -> dict[str, list[float]]:
     """Seconds per iteration of every side, `repeats` times, in turns.
 
     Each side first runs twice unmeasured (which also says how many iterations last about `block_s`). Past

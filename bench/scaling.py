@@ -54,13 +54,9 @@ def main() -> None:
                     )
                 )
                 report.extra[f"{model}_{side}_{n}"] = rate
-            curves.append(
-                Curve(label=f"{model}, {'Paceline' if side == 'ours' else 'DDP, gloo'}", points=points)
-            )
+            curves.append(Curve(label=f"{model}, {'Paceline' if side == 'ours' else 'DDP, gloo'}", points=points))
     if options.svg:
-        draw(
-            options.svg, curves, title="speed-up over one process", x="members", y="times faster", ideal=True
-        )
+        draw(options.svg, curves, title="speed-up over one process", x="members", y="times faster", ideal=True)
         report.note(f"plot written to {options.svg}")
     return report.finish(options.json)
 

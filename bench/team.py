@@ -36,9 +36,7 @@ class TeamError(RuntimeError):
 class Team:
     """Workers under way. `call` asks all of them at once and waits for all answers, in the order of ranks."""
 
-    def __init__(
-        self, size: int, commands: Iterable[tuple[list[str], dict[str, str]]], limit_s: float = 120.0
-    ):
+    def __init__(self, size: int, commands: Iterable[tuple[list[str], dict[str, str]]], limit_s: float = 120.0):
         self.size = size
         self.limit_s = limit_s
         self.folder = Path(tempfile.mkdtemp(prefix="bench-"))
@@ -105,9 +103,7 @@ class Team:
                 full = os.environ | env | {"BENCH_FOLDER": str(self.folder), "PYTHONPATH": paths}
                 with (self.folder / f"output-{index}").open("wb") as output:
                     self._processes.append(
-                        subprocess.Popen(
-                            command, env=full, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-                        )
+                        subprocess.Popen(command, env=full, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
                     )
             self._accept()
         except BaseException:

@@ -34,16 +34,12 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class GPT(nn.Module):
-    def __init__(
-        self, vocabulary: int, context: int, width: int = 128, heads: int = 4, layers: int = 3
-    ) -> None:
+    def __init__(self, vocabulary: int, context: int, width: int = 128, heads: int = 4, layers: int = 3) -> None:
         super().__init__()
         self.context = context
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-        )
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.token.weight, std=0.02)

@@ -57,9 +57,7 @@ class Net(nn.Sequential):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--data", type=Path, default=DEBIAN, help=f"directory of idx files (default {DEBIAN})"
-    )
+    parser.add_argument("--data", type=Path, default=DEBIAN, help=f"directory of idx files (default {DEBIAN})")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64, help="per member")
     parser.add_argument("--limit", type=int, help="use only so many training images")
@@ -69,11 +67,9 @@ def main() -> None:
         train = TensorDataset(*train[: options.limit])
 
     run = paceline.join()
-    torch.manual_seed(run.seed)
+    torch.manual_seed(run.seed + run.rank)  # dropout differs; weights start as the first member's
     model = Net().to(run.device)
-    optimizer = run.optimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4), model
-    )
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4), model)
     loader = run.loader(train, batch_size=options.batch_size)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     run.track(scheduler=scheduler)  # so that a resumed run goes on with the right learning rate

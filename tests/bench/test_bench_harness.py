@@ -98,9 +98,7 @@ def test_the_figure_is_the_median_of_neighbours() -> None:
     assert cost.holds is False
 
 
-def test_the_report_prints_a_table_and_writes_flat_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_prints_a_table_and_writes_flat_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("bench.test")
     report.add(Figure(name="speedup", value=2.5, ours="2 ms", peer="5 ms", spread="2.4 .. 2.6", goal=">= 3"))
     report.finish(str(tmp_path / "figures.json"))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import overhead
+
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = {
     "allreduce": {"speedup_25mb", "speedup_100mb", "share_of_copy_limit"},
@@ -16,6 +18,14 @@ FIGURES = {
     "overhead": {"overhead_cnn", "overhead_gpt", "memory_over_ddp"},
     "scaling": {"mlp_efficiency_1", "mlp_ours_1"},
 }
+
+
+@pytest.mark.slow
+def test_two_members_end_where_one_with_the_doubled_batch_does() -> None:
+    """What bench.overhead asks of CUDA, on the CPU."""
+    figure = overhead.equality("cpu", steps=3, half=2)
+    assert 0 < figure.value < 1e-5
+    assert float(figure.ours.removeprefix("moved ")) > 1e-3
 
 
 @pytest.mark.slow

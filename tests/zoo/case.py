@@ -36,6 +36,9 @@ class Side(Protocol):
     def accumulate(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Backward passes inside only add up; nothing is reduced."""
 
+    def recover(self) -> None:
+        """A case has failed: do not let it fail the ones that follow."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -53,9 +56,7 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(
-    tolerance: float = 1e-6, ddp: bool = True
-) -> Callable[[Callable[[Side], Result]], Callable[[Side], Result]]:
+def case(tolerance: float = 1e-6, ddp: bool = True) -> Callable[[Callable[[Side], Result]], Callable[[Side], Result]]:
     """Add a function to the zoo."""
 
     def add(function: Callable[[Side], Result]) -> Callable[[Side], Result]:
@@ -76,9 +77,7 @@ def images(side: Side, step: int, size: int = 4) -> tuple[Tensor, Tensor]:
     return x.view(size, 3, 8, 8), y
 
 
-def words(
-    side: Side, step: int, size: int = 3, length: int = 7, vocabulary: int = 13
-) -> tuple[Tensor, Tensor]:
+def words(side: Side, step: int, size: int = 3, length: int = 7, vocabulary: int = 13) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(1000 * step + side.rank)
     text = torch.randint(vocabulary, (size, length + 1), generator=g)
     return text[:, :-1], text[:, 1:]

@@ -36,6 +36,7 @@ def run_all(system: str, side: Side, names: Iterable[str], folder: Path) -> None
         except Exception as error:
             traceback.print_exc()
             failures[name] = f"{type(error).__name__}: {error}"
+            side.recover()
         else:
             tensors.update({f"{name}/{key}": value.contiguous() for key, value in found.items()})
     save_file(tensors, folder / f"{system}-{side.rank}.safetensors")

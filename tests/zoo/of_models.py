@@ -239,9 +239,7 @@ def kitchen_sink(side: Side) -> Result:
     forward = side.wrap(model, find_unused_parameters=True)
     norms = [p for p in model.parameters() if p.ndim == 1]
     rest = [p for p in model.parameters() if p.ndim > 1]
-    optimizer = side.optimizer(
-        AdamW([{"params": rest}, {"params": norms, "weight_decay": 0.0}], lr=0.01), model
-    )
+    optimizer = side.optimizer(AdamW([{"params": rest}, {"params": norms, "weight_decay": 0.0}], lr=0.01), model)
     scheduler = lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=STEPS + 1)
 
     def backward(step: int, extra: bool) -> None:

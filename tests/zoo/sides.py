@@ -24,6 +24,9 @@ class Plain:
     def accumulate(self, _: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def recover(self) -> None:
+        pass
+
 
 class Ddp(Plain):
     """DistributedDataParallel over gloo."""
@@ -49,3 +52,6 @@ class Ours(Plain):
 
     def accumulate(self, _: nn.Module) -> AbstractContextManager[None]:
         return self.run.accumulate()
+
+    def recover(self) -> None:
+        self.run._strategy.close()  # forgets the models of the cases so far

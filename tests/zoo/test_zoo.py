@@ -46,9 +46,7 @@ class Outcomes:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("pair")
-    settings = Settings(
-        name="zoo", root=str(folder / "runs"), progress="off", checkpoint_keep=0, wait_limit_s=20
-    )
+    settings = Settings(name="zoo", root=str(folder / "runs"), progress="off", checkpoint_keep=0, wait_limit_s=20)
     for member in Cluster(2).run(JOB, [str(folder), *ONLY], limit_s=120, env=ENV, settings=settings):
         assert member.code == 0, member.output
     return Outcomes(folder)
