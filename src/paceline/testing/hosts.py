@@ -287,8 +287,8 @@ def _guard(name: str, count: int, delay_s: float) -> None:
     """Be the switch, where there is a delay, until the owner's end of the pipe is closed; then clear up."""
     taps = relay.open_taps(count) if delay_s else []
     if delay_s:
-        with contextlib.suppress(OSError):
-            os.nice(-10)  # a network does not slow down because programs compute
+        with contextlib.suppress(OSError):  # a network does not slow down because programs compute
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     print("ready", flush=True)
     relay.carry(taps, delay_s, ended=lambda: not os.read(0, 1), wake=0)
     _remove([f"{name}-{i}" for i in range(count)])

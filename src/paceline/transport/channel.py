@@ -117,7 +117,7 @@ class Channel:
     def try_send_raw(self, view: memoryview) -> int:
         """Send without a frame what the socket takes at once; the number of bytes that it took."""
         with self._wire:
-            sent, _ = self._wire.write([view])
+            sent = self._wire.write([view], 0.0)
         self.sent_bytes += sent
         return sent
 
@@ -126,15 +126,13 @@ class Channel:
         got = 0
         with self._wire:
             while got < len(view):
-                count, event = self._wire.read(view[got:])
+                count = self._wire.read(view[got:], limit_s)
                 got += count
                 self.received_bytes += count
-                if not count and not self._wire.wait(event, limit_s):
+                if not count:
                     if got:
                         self.close()
-                    raise TimedOut(
-                        f"{self.name} sent nothing for {limit_s:g} s ({got} of {len(view)} bytes had come)"
-                    )
+                    raise TimedOut(f"{self.name} sent nothing for {limit_s:g} s ({got} of {len(view)} bytes had come)")
 
     def close(self) -> None:
         """Close, from any thread and as often as you like; those blocked in the channel get Interrupted."""
@@ -150,10 +148,10 @@ class Channel:
         any_sent = False
         with self._wire:
             while views:
-                sent, event = self._wire.write(views)
+                sent = self._wire.write(views, self.send_limit_s)
                 self.sent_bytes += sent
                 any_sent = any_sent or sent > 0
-                if not sent and not self._wire.wait(event, self.send_limit_s):
+                if not sent:
                     if any_sent:
                         self.close()
                     raise TimedOut(f"{self.name} took no data for {self.send_limit_s:g} s")
@@ -166,10 +164,10 @@ class Channel:
     def _fill(self, view: memoryview, limit_s: float, deadline: float) -> None:
         with self._wire:
             while self._have < len(view):
-                count, event = self._wire.read(view[self._have :])
+                count = self._wire.read(view[self._have :], deadline - time.monotonic())
                 self._have += count
                 self.received_bytes += count
-                if not count and not self._wire.wait(event, deadline - time.monotonic()):
+                if not count:
                     raise TimedOut(f"no message from {self.name} within {limit_s:g} s")
 
 
@@ -207,9 +205,7 @@ class Listener:
         try:
             self._sock = socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on host={host!r} port={port}: {error.strerror or error}"
-            ) from None
+            raise ConfigError(f"cannot listen on host={host!r} port={port}: {error.strerror or error}") from None
         _tune(self._sock)
         self.address = join_address(*self._sock.getsockname()[:2])
         self._thread = threading.Thread(target=self._take, name="paceline-listener", daemon=True)
@@ -238,12 +234,6 @@ class Listener:
                 self._ready.put(None)
         for channel in waiting:
             threading.Thread(target=taker, args=(channel,), name="paceline-newcomer", daemon=True).start()
-
-    def stop_handing_to(self, taker: Callable[[Channel], None]) -> None:
-        """Undo `hand_to`, unless somebody else has taken over since."""
-        with self._lock:
-            if self._taker == taker:
-                self._taker = None
 
     def close(self) -> None:
         """Stop listening; channels that nobody has accepted are closed with it."""
@@ -314,10 +304,11 @@ class Listener:
             taker(channel)
 
 
-def connect(address: str, token: str, limit_s: float, *, encrypt: bool | None = None) -> Channel:
+def connect(address: str, token: str, limit_s: float, *, encrypt: bool | None = None, patient: bool = True) -> Channel:
     """Connect to the listener at `address` ("ip:port"), trying again while nobody listens, until the limit.
 
-    AuthError at once where the other side does not hold the token; TimedOut at the limit.
+    AuthError at once where the other side does not hold the token; TimedOut at the limit. Not patient:
+    Interrupted at once where nobody listens.
     """
     host, port = split_address(address)
     _checked(token)
@@ -343,6 +334,8 @@ def connect(address: str, token: str, limit_s: float, *, encrypt: bool | None = 
         except (OSError, Interrupted) as error:  # not listening yet, or going down: a later try may find it
             if sock is not None:
                 sock.close()
+            if not patient and not isinstance(error, TimeoutError):
+                raise Interrupted(f"nobody listens at {address}: {error}") from None
             if time.monotonic() + pause_s >= deadline:
                 raise TimedOut(f"could not connect to {address} within {limit_s:g} s: {error}") from None
         except BaseException:
@@ -355,9 +348,7 @@ def connect(address: str, token: str, limit_s: float, *, encrypt: bool | None = 
 
 def _checked(token: str) -> str:
     if not token:
-        raise ConfigError(
-            "token='': a channel needs the run's token; the launcher makes one (PACELINE_TOKEN)"
-        )
+        raise ConfigError("token='': a channel needs the run's token; the launcher makes one (PACELINE_TOKEN)")
     return token
 
 

@@ -28,6 +28,7 @@ from paceline.transport.lane import Lane
 from paceline.transport.link import Link, doubling_rounds
 from paceline.transport.mesh import Mesh
 
+_MEASURE_BYTES = 1 << 23  # at most, in one transfer
 _UNKNOWN = Link(latency_s=1.0, bytes_per_s=1e9)  # before it is measured: everything small goes by doubling
 
 
@@ -228,11 +229,17 @@ class Ring:
             self.all_reduce(word)
             times.append((time.perf_counter() - start) / doubling_rounds(self.size))
         latency_s = self._longest(statistics.median(times[2:]))
-        nbytes, seconds = 1 << 15, 0.0
-        while seconds < max(0.01, 4 * latency_s) and nbytes < 1 << 23:
-            nbytes *= 4
-            seconds = self._longest(min(self._shift_s(nbytes) for _ in range(2)))
-        return Link(latency_s, nbytes / max(seconds - latency_s, 0.1 * seconds))
+        nbytes, bytes_per_s = 1 << 17, 0.0
+        while True:
+            seconds = self._longest(self._shift_s(nbytes))
+            before = bytes_per_s
+            bytes_per_s = max(before, nbytes / max(seconds - latency_s, 0.1 * seconds))
+            # A new connection sends slowly at first, so short transfers measure only that: go on to longer
+            # ones while it gets faster. All members see the same seconds, and so stop together.
+            long_enough = seconds > 0.05 or nbytes == _MEASURE_BYTES
+            if seconds > 0.25 or (long_enough and bytes_per_s < 1.2 * before):
+                return Link(latency_s, bytes_per_s)
+            nbytes = min(2 * nbytes, _MEASURE_BYTES)
 
     def _shift_s(self, nbytes: int) -> float:
         """How long it takes when everyone sends so much to the right at once."""

@@ -1,4 +1,4 @@
-"""One connected socket, plain or TLS: reads and writes that never wait, a wait to be woken, a safe close.
+"""One connected socket, plain or TLS: reads and writes with a limit, and a close that wakes whoever is in one.
 
 The channel is built on this. One thread may read while another writes.
 """
@@ -9,26 +9,35 @@ import contextlib
 import select
 import socket
 import ssl
+import struct
 import threading
+import time
+from collections.abc import Callable, Sequence
 
 from paceline.core.errors import Interrupted
 
 _GATHER = 64  # buffers per gathered write, far below the system's bound
+_TIMEVAL = struct.Struct("@ll")
 
 
 class Wire:
-    """Use it inside `with wire:`, so that a close from another thread knows who is still there."""
+    """Use it inside `with wire:`, so that a close from another thread knows who is still there.
+
+    A plain socket waits inside the system call: a large read or write is one call, however it arrives, and
+    costs no more of the processor than it must. TLS goes record by record on a non-blocking socket.
+    """
 
     def __init__(self, sock: socket.socket, name: str) -> None:
-        sock.setblocking(False)
         self.name = name  # who is at the other end
         self.tls = isinstance(sock, ssl.SSLSocket)
         self.closed = False
         self._sock = sock
+        sock.setblocking(not self.tls)
         # OpenSSL's connection object must not be entered by two threads, and one may read while another
         # writes. So the lock is held for each call into it, and such a call never waits: the socket is
         # non-blocking, and waiting is done by poll, outside the lock.
-        self._in_tls = threading.Lock() if self.tls else contextlib.nullcontext()
+        self._in_tls = threading.Lock()
+        self._limits = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
         self._state = threading.Lock()
         self._users = 0
 
@@ -44,42 +53,21 @@ class Wire:
             if self.closed and not self._users:
                 self._sock.close()
 
-    def write(self, views: list[memoryview]) -> tuple[int, int]:
-        """How many bytes the socket took, and, where that is none, the event to wait for."""
-        try:
-            if self.tls:
-                with self._in_tls:
-                    return self._sock.send(views[0]), 0
-            return self._sock.sendmsg(views[:_GATHER]), 0
-        except (BlockingIOError, ssl.SSLWantWriteError):
-            return 0, select.POLLOUT
-        except ssl.SSLWantReadError:
-            return 0, select.POLLIN
-        except OSError as error:
-            raise self._gone(error) from None
+    def write(self, views: Sequence[memoryview], limit_s: float) -> int:
+        """Write some bytes, waiting for room; how many. 0: there was no room within the limit."""
+        if self.tls:
+            return self._non_blocking(lambda: self._sock.send(views[0]), limit_s)
+        flags = self._wait_up_to(limit_s, socket.SO_SNDTIMEO)
+        return self._blocking(lambda: self._sock.sendmsg(views[:_GATHER], (), flags))
 
-    def read(self, view: memoryview) -> tuple[int, int]:
-        """How many bytes came, and, where that is none, the event to wait for."""
-        try:
-            with self._in_tls:
-                count = self._sock.recv_into(view)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return 0, select.POLLIN
-        except ssl.SSLWantWriteError:
-            return 0, select.POLLOUT
-        except OSError as error:
-            raise self._gone(error) from None
-        if not count:
-            raise self._gone(None)
-        return count, 0
-
-    def wait(self, event: int, limit_s: float) -> bool:
-        """Whether the event came within the limit."""
-        if self.closed:
-            raise self._gone(None)
-        poll = select.poll()
-        poll.register(self._sock, event)
-        return bool(poll.poll(max(0.0, limit_s) * 1e3))
+    def read(self, view: memoryview, limit_s: float) -> int:
+        """Read into `view`, waiting for bytes; how many. 0: none came within the limit."""
+        if self.tls:
+            count = self._non_blocking(lambda: self._sock.recv_into(view) or self._ended(), limit_s)
+        else:
+            flags = self._wait_up_to(limit_s, socket.SO_RCVTIMEO) | socket.MSG_WAITALL
+            count = self._blocking(lambda: self._sock.recv_into(view, 0, flags) or self._ended())
+        return count
 
     def close(self) -> None:
         with self._state:
@@ -94,6 +82,48 @@ class Wire:
             # number could at once mean another file.
             if not self._users:
                 self._sock.close()
+
+    def _wait_up_to(self, limit_s: float, option: int) -> int:
+        """Tell the system how long a call may wait; the flags for the call."""
+        if limit_s <= 0:
+            return socket.MSG_DONTWAIT
+        if self._limits[option] != limit_s:
+            self._limits[option] = limit_s
+            seconds, micros = divmod(max(1, int(limit_s * 1e6)), 1_000_000)  # 0 would mean for ever
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, micros))
+        return 0
+
+    def _blocking(self, call: Callable[[], int]) -> int:
+        try:
+            return call()
+        except BlockingIOError:
+            if self.closed:
+                raise self._gone(None) from None
+            return 0
+        except OSError as error:
+            raise self._gone(error) from None
+
+    def _non_blocking(self, call: Callable[[], int], limit_s: float) -> int:
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                with self._in_tls:
+                    return call()
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            except OSError as error:
+                raise self._gone(error) from None
+            if self.closed:
+                raise self._gone(None)
+            poll = select.poll()
+            poll.register(self._sock, event)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                return 0
+
+    def _ended(self) -> int:
+        raise self._gone(None)
 
     def _gone(self, error: OSError | None) -> Interrupted:
         if self.closed:
