@@ -196,6 +196,17 @@ def test_the_reader_of_our_output_goes_away():
     assert Path("runs/x/logs/rank-0.log").read_text().count("\n") == 200
 
 
+@pytest.mark.slow
+def test_a_reader_that_neither_reads_nor_goes_away():
+    write("import os; print('up', os.getpid())\nwhile True: print('x' * 1000)")
+    with started("-n", "2", "train.py") as launcher:
+        pids = [int(word) for word in re.findall(r"up (\d+)", launcher.stdout.readline())]
+        time.sleep(0.5)  # now the pipe is full
+        launcher.send_signal(signal.SIGTERM)
+        assert gone(pids)
+        assert launcher.wait(20) == 143
+
+
 def test_a_script_that_never_joins_is_a_plain_script():
     done = run("-n", "2", write("print('plain')"))
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] plain", "[1] plain"])

@@ -7,11 +7,13 @@ where its display begins to be drawn again, which is the one moment when the cur
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 from paceline.membership.lines import clean
@@ -44,14 +46,25 @@ class Display:
 
     def say(self, text: str) -> None:
         """The launcher's own words."""
-        with self._lock:
-            self._write(sys.stderr, f"paceline: {text}\n".encode())
+        with self._briefly() as mine:
+            if mine:
+                self._write(sys.stderr, f"paceline: {text}\n".encode())
 
     def tick(self) -> None:
         """Called now and then."""
 
     def close(self) -> None:
         """No member is left."""
+
+    @contextlib.contextmanager
+    def _briefly(self) -> Iterator[bool]:
+        """The lock, if it can be had soon: who holds it may be stuck in our output, and signals must not wait."""
+        mine = self._lock.acquire(timeout=_PATIENCE_S)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._lock.release()
 
     def _prefixed(self, rank: int, text: str, out: TextIO) -> bytes:
         prefix = f"[{rank:>{self._width}}] "
@@ -85,8 +98,9 @@ class Screen(Display):
             self._slip_in(self._prefixed(rank, text, sys.stdout))
 
     def say(self, text: str) -> None:
-        with self._lock:
-            self._slip_in(f"paceline: {text}\n".encode())
+        with self._briefly() as mine:
+            if mine:
+                self._slip_in(f"paceline: {text}\n".encode())
 
     def raw(self, data: bytes) -> None:
         with self._lock:
@@ -98,8 +112,8 @@ class Screen(Display):
                 self._let_out(b"")
 
     def tick(self) -> None:
-        with self._lock:
-            if self._waiting and time.monotonic() - self._since > _PATIENCE_S:
+        with self._briefly() as mine:
+            if mine and self._waiting and time.monotonic() - self._since > _PATIENCE_S:
                 self._let_out(b"\n")
 
     def close(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
 import sys
+import time
 import types
 from argparse import Namespace
 from collections import deque
@@ -21,6 +23,7 @@ from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Outcome
 
 _LOOK_S = 0.1
+_STUCK_S = 10.0  # beyond what it takes to ask the members, and to kill them
 _EPILOG = """\
 examples:
   paceline run -n 2 train.py --lr 0.1           what follows the script belongs to the script
@@ -105,17 +108,20 @@ def _run(spec: JobSpec) -> int:
     signals = _catch_signals()
     job = Local(display).start(spec)
     _say_what_starts(spec, job, display)
-    outcome = None
-    while outcome is None:
-        outcome = job.wait(_LOOK_S)
+    deadline = math.inf
+    while (outcome := job.wait(_LOOK_S)) is None:
         display.tick()
         while signals:
             number = signals.popleft()
             if number == signal.SIGWINCH:
                 job.resize()
-            else:
-                job.stop(number)
-                display.say("stopping the members (again: kill them)")
+                continue
+            job.stop(number)
+            deadline = min(deadline, time.monotonic() + _STUCK_S)
+            display.say("stopping the members (again: kill them)")
+        if time.monotonic() > deadline:
+            # Whoever reads our output neither reads nor goes away. Our end is the members' end.
+            os._exit(128 + number)
     display.close()
     _say_how_it_ended(spec, job, outcome, display)
     return outcome.code

@@ -11,7 +11,7 @@ import re
 from paceline.core.errors import ConfigError, nearest
 
 STRATEGIES = ("allreduce",)
-TRANSPORTS = ("auto", "gloo", "nccl")
+TRANSPORTS = ("auto", "own", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 PROGRESS = ("auto", "rich", "plain", "off")
 
