@@ -247,7 +247,7 @@ def test_members_end_with_their_agent_even_if_its_guard_was_killed_first(tmp_pat
 
 def test_a_full_disk_stops_the_log_not_the_run(tmp_path):
     full = "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
-    member = "for i in range(100): print('line', i)"
+    member = "print('\\n'.join(f'line {i}' for i in range(100)))"  # in one piece, of which a part still fits
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(AGENT.format(before=full)), member, tmp_path],
         capture_output=True,

@@ -53,7 +53,7 @@ def plan(spec: JobSpec, rendezvous: str, token: str) -> list[Start]:
 class Local:
     """The launcher for one host."""
 
-    def __init__(self, show: Show, *, notice_s: float = 1.5, grace_s: float = 5.0) -> None:
+    def __init__(self, show: Show, *, notice_s: float = 3.0, grace_s: float = 5.0) -> None:
         self._show = show
         self._notice_s = notice_s
         self._grace_s = grace_s

@@ -85,7 +85,7 @@ class Agent:
         show: Show,
         *,
         logs: Path | None = None,
-        notice_s: float = 1.5,  # for the others to notice a failure
+        notice_s: float = 3.0,  # for the others to notice a failure
         grace_s: float = 5.0,  # between SIGTERM and SIGKILL
         on_started: Callable[[list[int]], None] = lambda pids: None,
         on_ended: Callable[[int, int], None] = lambda rank, code: None,

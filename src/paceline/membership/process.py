@@ -209,7 +209,8 @@ class Process:
         if self._log is None:
             return
         try:
-            self._log.write(data)
+            while data:  # a disk that fills up takes a part, and says so only at the next write
+                data = data[self._log.write(data) :]
         except OSError as error:  # a full disk must not stop the training
             self._log.close()
             self._log = None
