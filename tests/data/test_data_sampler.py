@@ -140,6 +140,17 @@ def test_keys_and_blocks_stay_together() -> None:
     assert [sorted({int(index) // 20 for index in queue}) for queue in blocks] == [[0, 2, 4], [1, 3]]
 
 
+def test_large_keys_are_dealt_first() -> None:
+    queues = [course(ByKey([0] * 3 + [1] * 3 + [2] * 6), 12, 2, rank, 2).queue for rank in range(2)]
+    assert [len(queue) for queue in queues] == [6, 6]
+
+
+@pytest.mark.parametrize("name", ["shuffled", "strided", "contiguous"])
+def test_the_rest_is_divided_evenly_on_another_number_of_members(name: str) -> None:
+    members = [course(PARTITIONS[name], 100, 4, r, 4, history=[[2, 5, 4]], shuffle=False) for r in range(4)]
+    assert [len(member.queue) for member in members] == [15] * 4
+
+
 def test_contiguous_is_one_run_and_strided_a_stride() -> None:
     assert course(Contiguous(), 10, 2, 1, 3, shuffle=False).queue.tolist() == [4, 5, 6]
     assert course(Strided(), 10, 2, 1, 3, shuffle=False).queue.tolist() == [1, 4, 7]

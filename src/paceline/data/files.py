@@ -22,8 +22,8 @@ from torch.utils.data import IterableDataset
 from paceline.core.errors import ConfigError
 from paceline.data.fetch import tell
 from paceline.data.partition import ByFile
-from paceline.data.randomness import Private, mix, permutation
-from paceline.data.stream import Cut, Watch
+from paceline.data.randomness import Private, Watch, mix, permutation
+from paceline.data.stream import Cut
 
 Agree = Callable[[int], list[int]]
 _NOTHING = -1  # a member that has no sample and never had one

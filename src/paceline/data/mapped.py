@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from paceline.data.fetch import Fetch
-from paceline.data.randomness import Private
+from paceline.data.randomness import Private, Watch
 from paceline.data.sampler import Course
-from paceline.data.stream import Watch
 
 
 class MapReader(Watch):

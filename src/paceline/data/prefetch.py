@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.fetch import Fetch
 from paceline.data.mapped import MapReader
-from paceline.data.randomness import seed_all
-from paceline.data.stream import Watch
+from paceline.data.randomness import Watch, seed_all
 
 T = TypeVar("T")
 JOIN_LIMIT_S = 2.0  # how long closing waits for a fetch that is under way

@@ -5,7 +5,8 @@ ones that dropout and initialisation use. `Private` gives a piece of fetching a 
 global states back afterwards, so that what a batch contains follows from (seed, epoch, position) alone: not
 from the number of worker processes, from how far was fetched ahead, or from where a run was resumed.
 
-Assumes that nothing else draws while a `Private` block is open, so it is used in the thread that trains, or
+`Watch` finds out on the first batch whether a dataset draws at all; one that begins to draw only later is not
+found out. Assumes that nothing else draws while a `Private` block is open, so it is used in the thread that trains, or
 in a worker process. Generators that a dataset makes for itself are its own business.
 """
 
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class States(NamedTuple):
@@ -109,3 +113,22 @@ class Private:
         self.drew = not same(self._mine, now)
         self._mine = now
         restore(self._outer)
+
+
+class Watch:
+    """Runs pieces of reading under a private random state, until it is known that nothing is drawn."""
+
+    def __init__(self) -> None:
+        self.drew: bool | None = None  # None: not known yet
+
+    def run(self, private: Private, work: Callable[[], T]) -> T:
+        if self.drew is False:
+            return work()
+        with private:
+            result = work()
+        self.drew = self.drew or private.drew or None
+        return result
+
+    def settle(self) -> None:
+        """The first batch is there: what has not drawn by now counts as drawing nothing."""
+        self.drew = bool(self.drew)

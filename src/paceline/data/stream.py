@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import default_collate
 
 from paceline.data.fetch import Collate, collated, tell
-from paceline.data.randomness import Private, mix
-
-T = TypeVar("T")
+from paceline.data.randomness import Private, Watch, mix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +38,6 @@ class Cut:
     def finish(self, samples: list[Any], where: str) -> Any:
         batch = collated(samples, self.collate or default_collate, lambda: where)
         return self.after(batch) if self.after else batch
-
-
-class Watch:
-    """Runs pieces of reading under a private random state, until it is known that nothing is drawn."""
-
-    def __init__(self) -> None:
-        self.drew: bool | None = None  # None: not known yet
-
-    def run(self, private: Private, work: Callable[[], T]) -> T:
-        if self.drew is False:
-            return work()
-        with private:
-            result = work()
-        self.drew = self.drew or private.drew or None
-        return result
-
-    def settle(self) -> None:
-        """The first batch is there: what has not drawn by now counts as drawing nothing."""
-        self.drew = bool(self.drew)
 
 
 class StreamReader(Watch):
