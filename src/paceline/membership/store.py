@@ -68,7 +68,8 @@ def _open(limit_s: float) -> Store:
         except (RuntimeError, ValueError) as error:  # torch's own errors of the store are RuntimeErrors
             reason = str(error).splitlines()[0]
             raise TimedOut(
-                f"cannot reach torchrun's store within {limit_s:g} s: {reason}; check MASTER_ADDR and MASTER_PORT"
+                f"the members did not meet in torchrun's store within {limit_s:g} s: {reason} "
+                f"Check MASTER_ADDR and MASTER_PORT, and that all members were started"
             ) from None
         _opened.append(store)
     return _opened[0]
