@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import queue
 import re
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _HIDDEN = re.compile(r"\.(?:writing|removing)-\d+-(\d+)-(\d+)-(.*)")  # count, pid, start of the process, host
@@ -39,9 +40,9 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> tuple[int, str]:
     size = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        with ThreadPoolExecutor(1) as beside:
+        with _Beside(digest.update) as beside:
             for piece in pieces:
-                beside.submit(digest.update, piece)
+                beside.give(piece)
                 size += len(piece)
                 while piece:
                     piece = piece[os.write(fd, piece) :]
@@ -49,6 +50,41 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> tuple[int, str]:
     finally:
         os.close(fd)
     return size, digest.hexdigest()
+
+
+class _Beside:
+    """Hands pieces to a function in a thread, in order; in this thread where the interpreter is going down.
+
+    An executor would not do: it takes no work once the script has ended, when the last checkpoint may still be written.
+    """
+
+    def __init__(self, work: Callable[[memoryview], object]) -> None:
+        self._work = work
+        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="hash", daemon=True)
+
+    def __enter__(self) -> _Beside:
+        try:
+            assert self._thread
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+        return self
+
+    def give(self, piece: memoryview) -> None:
+        if self._thread:
+            self._pieces.put(piece)
+        else:
+            self._work(piece)
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread:
+            self._pieces.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            self._work(piece)
 
 
 def sync_directory(path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from types import TracebackType
 
 import msgspec
 
+from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.environment import this_host
@@ -41,7 +41,7 @@ class Record:
     """The launcher's hold on a run's directory."""
 
     def __init__(self, settings: Settings, script: str, size: int) -> None:
-        self.dir = _make(Path(settings.root), settings.name, script)
+        self.dir = make_directory(Path(settings.root), settings.name, script)
         self._lock = _lock(self.dir)
         self.run = Run(
             name=self.dir.name,
@@ -109,36 +109,6 @@ def check_unfinished(settings: Settings) -> None:
     run = read(Path(settings.root, settings.name)) if settings.name else None
     if run and run.exit_code == 0 and not settings.fresh:
         raise ConfigError(f"run {settings.name!r} has finished: start it over with --fresh, or give another --name")
-
-
-def new_name(script: str, now: float) -> str:
-    """A name from the script and the time.
-
-    >>> new_name("examples/my digits.py", 0.0).startswith("my-digits-19")
-    True
-    """
-    stem = re.sub(r"[^A-Za-z0-9_]+", "-", Path(script).stem).strip("-") or "run"
-    return f"{stem}-{time.strftime('%Y%m%d-%H%M', time.localtime(now))}"
-
-
-def _make(root: Path, name: str, script: str) -> Path:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if name:
-            (root / name).mkdir(exist_ok=True)
-            return root / name
-        base = new_name(script, time.time())
-        for number in range(1, 10_000):
-            directory = root / (base if number == 1 else f"{base}-{number}")
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir()  # by one launcher only, even if two start in the same minute
-                return directory
-        raise ConfigError(f"root={str(root)!r} holds too many runs of {script!r}: give a --name")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make a run directory in root={str(root)!r}: {error.strerror}; "
-            f"run from a directory that you may write to, or give another --root"
-        ) from None
 
 
 def _lock(directory: Path) -> int:

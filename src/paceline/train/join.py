@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError
 from paceline.core.events import Events, JsonLines
 from paceline.core.settings import Settings
@@ -57,7 +57,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     if isinstance(strategy, str):
         settings["strategy"] = strategy
     asked = Settings().with_(**settings)
-    asked = asked if asked.name else asked.with_(name=f"{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if not asked.name and place.kind != "paceline" and place.rank == 0:
+        asked = asked.with_(name=make_directory(Path(asked.root), "", script).name)
     wires: list[Wires] = []
 
     def describe(token: str) -> Member:
@@ -183,5 +184,5 @@ def _events(directory: Path, settings: Settings, rank: int) -> tuple[Events, lis
 
 def _script() -> str:
     main = sys.modules.get("__main__")
-    path = getattr(main, "__file__", None)
-    return str(path) if path else "notebook"
+    path = str(getattr(main, "__file__", "") or "")
+    return path if path.endswith(".py") else "notebook"

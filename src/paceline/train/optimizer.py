@@ -6,6 +6,7 @@ before; the object is the same, so nothing is copied. `step()` first asks the st
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -40,9 +41,28 @@ def adopt(optimizer: torch.optim.Optimizer, observer: StepObserver) -> torch.opt
         raise ConfigError("SparseAdam wants sparse gradients, but members exchange dense ones. Use torch.optim.Adam")
     if hasattr(optimizer, "_paceline"):
         raise ConfigError("this optimizer belongs to a run already: call run.optimizer once per optimizer")
+    patched = vars(optimizer).pop("step", None)
+    if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):
+        raise ConfigError("something else has replaced this optimizer's step(): call run.optimizer before it does")
     optimizer.__class__ = _CLASSES.setdefault(kind, _subclass(kind))
     optimizer._paceline = observer  # type: ignore[attr-defined]
+    if patched is not None:
+        _wrap_for_scheduler(optimizer)
     return optimizer
+
+
+def _wrap_for_scheduler(optimizer: torch.optim.Optimizer) -> None:
+    """A learning-rate scheduler made earlier wraps the old step and looks for its mark: leave both in place."""
+    held = weakref.ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        mine = held()
+        assert mine is not None
+        mine._opt_called = True  # type: ignore[attr-defined]
+        return type(mine).step(mine, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _subclass(kind: type) -> type:

@@ -146,11 +146,11 @@ class Run:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes inside keep their gradients here; the next one outside sends the sum."""
-        self._world.accumulating = True
+        before, self._world.accumulating = self._world.accumulating, True
         try:
             yield
         finally:
-            self._world.accumulating = False
+            self._world.accumulating = before
 
     def checkpoint(self) -> None:
         """Save now. All members call this, between two steps."""

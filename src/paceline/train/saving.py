@@ -9,7 +9,6 @@ writes; whoever resumes, on any number of members, gets everything from it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,7 +125,10 @@ class Saver:
             return None
         loaded: Loaded | None = None
         if self._checkpoints:
-            refused: Callable[[str], None] = lambda reason: self._events.emit("warning", message=reason)  # noqa: E731
+
+            def refused(reason: str) -> None:
+                self._events.emit("warning", message=reason)
+
             loaded = self._checkpoints.load_latest(refused)
         head = b"" if loaded is None else pack({"step": loaded.step, **loaded.meta})
         head = self._group.exchange(head)[0]

@@ -1,0 +1,179 @@
+"""A run that was killed anywhere and resumed ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.core.settings import Settings
+from paceline.testing.cluster import Cluster, Finished
+
+# Everything that a resumed run could get wrong: dropout, a random transform, a scheduler stepped after the optimizer,
+# momentum, batch-norm buffers, an uneven last batch, an average kept by the user's own code.
+SCRIPT = """
+import hashlib, json, os, signal, sys, time
+import torch, torch.nn.functional as F
+import paceline
+
+kill_rank, kill_at, moment = json.loads(sys.argv[1]) if len(sys.argv) > 1 else (-1, -1, "")
+run = paceline.join(checkpoint_every_s=0.02)
+seen = open(f"{run.dir}/seen-{run.rank}", "a")
+
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self):
+        g = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(53, 6, generator=g), torch.randint(3, (53,), generator=g)
+    def __len__(self):
+        return 53
+    def __getitem__(self, i):
+        return self.x[i] + 0.1 * torch.randn(6), self.y[i], i
+
+class Average:
+    def __init__(self): self.total, self.count = torch.zeros(()), 0
+    def state_dict(self): return {"total": self.total, "count": self.count}
+    def load_state_dict(self, s): self.total, self.count = s["total"].clone(), s["count"]
+
+torch.manual_seed(run.rank)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.3),
+                            torch.nn.Linear(16, 3))
+optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.02), model)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=200)
+average = Average()
+run.track(scheduler=scheduler, average=average)
+loader = run.loader(Noisy(), batch_size=4)
+step = 0
+for epoch in run.epochs(3):
+    for x, y, index in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        step = run._meter.step + 1
+        if (run.rank, step, "backward") == (kill_rank, kill_at, moment): os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        if (run.rank, step, "step") == (kill_rank, kill_at, moment): os.kill(os.getpid(), signal.SIGKILL)
+        scheduler.step()
+        average.total += loss.detach(); average.count += 1
+        run.log(loss=loss)
+        seen.write(f"{epoch} {index[:loader.last_real].tolist()}\\n"); seen.flush()
+        time.sleep(0.005)
+    if (run.rank, epoch, "epoch") == (kill_rank, kill_at, moment): os.kill(os.getpid(), signal.SIGKILL)
+digest = hashlib.sha256()
+for name, value in sorted(model.state_dict().items()): digest.update(name.encode() + value.numpy().tobytes())
+if run.rank == 0: digest.update(average.total.numpy().tobytes())
+rows = [hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for p in model.parameters()]
+print("WEIGHTS", hashlib.sha256("".join(rows).encode()).hexdigest())
+print("ALL", digest.hexdigest(), average.count, run._meter.step)
+"""
+
+
+def words(finished: list[Finished], key: str) -> list[str]:
+    found = []
+    for member in finished:
+        assert member.code == 0, member.output
+        found += re.findall(rf"^{key} (.+)$", member.output, re.M)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What an uninterrupted run of two members ends with."""
+    root = tmp_path_factory.mktemp("whole")
+    return words(Cluster(2).run(SCRIPT, settings=Settings(root=str(root), name="whole")), "ALL")
+
+
+@pytest.mark.parametrize(
+    "kill", [(0, 3, "backward"), (1, 9, "step"), (0, 12, "step"), (1, 1, "epoch"), (1, 18, "backward")]
+)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, whole: list[str], kill: tuple[int, int, str]) -> None:
+    settings = Settings(root=str(tmp_path), name="run")
+    first = Cluster(2).run(SCRIPT, [json.dumps(kill)], settings=settings)
+    assert any(member.code == -9 for member in first)
+    assert words(Cluster(2).run(SCRIPT, settings=settings), "ALL") == whole
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(tmp_path: Path, whole: list[str]) -> None:
+    settings = Settings(root=str(tmp_path), name="run")
+    Cluster(2).run(SCRIPT, [json.dumps((1, 1, "epoch"))], settings=settings)
+    kept = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(kept) >= 2
+    shared = kept[-1] / "shared.safetensors"
+    data = bytearray(shared.read_bytes())
+    data[len(data) // 2] ^= 1
+    shared.write_bytes(data)
+    again = Cluster(2).run(SCRIPT, settings=settings)
+    assert words(again, "ALL") == whole
+    assert kept[-1].name in again[0].output
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_resumes_on_another_number_of_members(tmp_path: Path, size: int) -> None:
+    """No sample of the interrupted epoch is lost or repeated, and members end with the same weights."""
+    settings = Settings(root=str(tmp_path), name="run", checkpoint_keep=50)
+    Cluster(2).run(SCRIPT, [json.dumps((1, 11, "step"))], settings=settings)
+    folder = tmp_path / "run"
+    manifest = max((folder / "checkpoints").glob("step-*/manifest.json"))
+    saved = json.loads(manifest.read_text())
+    step, epoch = saved["step"], saved["meta"]["epoch"]
+    before: list[int] = []
+    for rank in range(2):  # what was committed when the checkpoint was taken; later steps are done again
+        lines = [line.split(" ", 1) for line in (folder / f"seen-{rank}").read_text().splitlines()][:step]
+        before += [i for e, row in lines if int(e) == epoch for i in json.loads(row)]
+    for path in folder.glob("seen-*"):
+        path.unlink()
+    weights = words(Cluster(size).run(SCRIPT, settings=settings), "WEIGHTS")
+    assert len(weights) == size
+    assert len(set(weights)) == 1
+    after: list[int] = []
+    for rank in range(size):
+        for line in (folder / f"seen-{rank}").read_text().splitlines():
+            e, row = line.split(" ", 1)
+            after += json.loads(row) if int(e) == epoch else []
+    assert sorted(before + after) == list(range(53))
+
+
+def test_a_script_that_changed_is_told_so(tmp_path: Path) -> None:
+    settings = Settings(root=str(tmp_path), name="run")
+    Cluster(1).run(SCRIPT, [json.dumps((0, 1, "epoch"))], settings=settings)
+    changed = SCRIPT.replace("scheduler=scheduler, average=average", "scheduler=scheduler")
+    (member,) = Cluster(1).run(changed, settings=settings)
+    assert member.code != 0
+    assert "'average' is in the checkpoint only" in member.output
+    other = SCRIPT.replace(
+        "torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16)", "torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8)"
+    )
+    other = other.replace("torch.nn.Linear(16, 3)", "torch.nn.Linear(8, 3)")
+    (member,) = Cluster(1).run(other, settings=settings)
+    assert "'model.0' does not fit its checkpoint" in member.output
+    assert Cluster(1).run(other, settings=settings.with_(fresh=True))[0].code == 0
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="mount is not there")
+def test_a_full_disk_stops_no_training_and_loses_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "none", str(disk)], check=False).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        settings = Settings(root=str(disk), name="run", checkpoint_keep=50)
+        (member,) = Cluster(1).run(SCRIPT, settings=settings)
+        assert member.code == 0, member.output
+        assert "ALL" in member.output
+        assert "No space left" in member.output
+        complete = list((disk / "run" / "checkpoints").glob("step-*/manifest.json"))
+        assert complete  # those before it filled up
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+def test_two_runs_with_one_seed_are_equal(tmp_path: Path, whole: list[str]) -> None:
+    again = words(Cluster(2).run(SCRIPT, settings=Settings(root=str(tmp_path), name="again")), "ALL")
+    assert again == whole
+    other = words(Cluster(2).run(SCRIPT, settings=Settings(root=str(tmp_path), name="other", seed=1)), "ALL")
+    assert other != whole
+    assert hashlib.sha256(b"").hexdigest() not in other
