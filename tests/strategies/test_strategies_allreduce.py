@@ -112,7 +112,7 @@ def test_a_member_without_samples_adds_nothing_even_if_its_gradient_is_nan() -> 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_shared_parameter_in_two_checkpointed_segments(reentrant: bool) -> None:
-    """With reentrant checkpointing its gradient arrives twice in one pass, the second time after its bucket has left."""
+    """With reentrant checkpointing its gradient arrives twice in one pass, the second after its bucket has left."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -184,3 +184,27 @@ def test_what_cannot_be_done_is_refused() -> None:
         group.all_reduce(torch.ones(1), "avg")
     with pytest.raises(ConfigError, match="first dimension of 1"):
         group.reduce_scatter(torch.ones(3))
+
+
+def test_arena_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where cores are to spare a thread of its own reduces while the training thread goes on posting."""
+    monkeypatch.setattr("paceline.transport.group.Group._core_to_spare", lambda self, device: True)
+
+    def body(group: Group) -> torch.Tensor:
+        arena = group.arena(4 * 64 * 3)
+        assert type(arena).__name__ == "Background"
+        memory = arena.memory.view(torch.float32)
+        for turn in range(5):
+            for k in range(3):
+                piece = memory[64 * k : 64 * (k + 1)]
+                piece.fill_(turn + k + group.rank)
+                arena.post(piece)
+            arena.wait()
+        return memory.clone()
+
+    for hosts in ["a", "a", "a"], ["a", "a", "b", "b"]:
+        n = len(hosts)
+        for result in together(n, body, hosts=hosts):
+            expected = [sum(4 + k + r for r in range(n)) for k in range(3)]
+            assert result.view(3, 64)[:, 0].tolist() == expected
+            assert result.view(3, 64)[:, 63].tolist() == expected

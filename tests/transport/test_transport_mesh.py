@@ -216,6 +216,25 @@ def test_a_stopped_member_is_the_culprit() -> None:
                     stream.close()
 
 
+def test_who_waits_in_a_lane_that_broke_is_woken_wherever_it_is() -> None:
+    with meshes(3) as made, ThreadPoolExecutor(2) as pool:
+        for lane in ("a", "b"):
+            made[0].channel(1, lane).send(b"x")
+            assert made[1].channel(0, lane).recv(5) == b"x"
+        waiting = [pool.submit(made[0].channel(1, lane).recv, 3) for lane in ("a", "b")]
+        time.sleep(0.1)
+        start = time.monotonic()
+        made[2].tell("a", Fault(1, "x", False), range(3))
+        with pytest.raises(Interrupted, match="closed on this side"):
+            waiting[0].result(5)
+        assert time.monotonic() - start < 2
+        assert not waiting[1].done()  # another lane goes on
+        made[1].channel(0, "b").send(b"y")
+        assert waiting[1].result(5) == b"y"
+        with pytest.raises(Interrupted):
+            made[2].channel(0, "a")
+
+
 def test_a_fault_is_told_to_the_others_and_the_first_one_stands() -> None:
     with meshes(4) as made:
         made[3].tell("a", Fault(2, "did not answer for 1 s", True), range(4))

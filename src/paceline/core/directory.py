@@ -21,7 +21,7 @@ def new_name(script: str, now: float) -> str:
 
 
 def make_directory(root: Path, name: str, script: str) -> Path:
-    """The directory `root/name`; without a name a new one, named after the script and the time, that nobody else has."""
+    """The directory `root/name`; without a name a new one, named after the script and the time."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         if name:

@@ -1,4 +1,4 @@
-"""Making replicas equal before the first step: the same parameters by name, shape and dtype, the first member's values."""
+"""Making replicas equal before the first step: the same names, shapes and dtypes, and the first member's values."""
 
 from __future__ import annotations
 

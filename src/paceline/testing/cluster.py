@@ -229,9 +229,7 @@ def _file(script: Path | str | Callable[[], object], scratch: Path) -> Path:
     return file
 
 
-def _until(
-    ready: Callable[[], bool], limit_s: float, what: str, more: Callable[[], str] = lambda: ""
-) -> None:
+def _until(ready: Callable[[], bool], limit_s: float, what: str, more: Callable[[], str] = lambda: "") -> None:
     deadline = time.monotonic() + limit_s
     while not ready():
         if time.monotonic() > deadline:

@@ -135,7 +135,7 @@ class Run:
         self._ending.gather(self.group, self._totals())
 
     def log(self, **values: Any) -> None:
-        """Note scalars of this step (numbers, tensors of one element): shown, written to events, drawn in the report."""
+        """Note scalars of this step (numbers, tensors of one element): shown, written to events, in the report."""
         self._meter.log(values)
 
     def track(self, **parts: Stateful) -> None:

@@ -120,7 +120,7 @@ class Saver:
             self._checkpoints.clear()
 
     def resume(self) -> tuple[int, int, int] | None:
-        """Restore the newest good checkpoint on all members; its step, its epoch and that epoch's first step, or None."""
+        """Restore the newest good checkpoint on all members; its step, epoch and that epoch's first step, or None."""
         if not self.enabled:
             return None
         loaded: Loaded | None = None

@@ -4,8 +4,8 @@ An arena is opened by all members of a group with the same size. `post` hands ov
 over the members, in the same order everywhere; `progress` does what can be done without waiting; `wait` returns when
 everything posted holds the sum and nobody reads this member's memory any more.
 
-    SharedArena   one host: the slice is reduced where it lies, in shared memory, by the training thread itself;
-                  a thread of its own would only steal a core
+    SharedArena   one host: the slice is reduced where it lies, in shared memory, by the training thread itself
+    Background    the same by a thread beside it, where a core is free for that; else it would only steal one
     RingArena     one member per host: a thread drives the ring while the training thread computes
     StagedArena   memory of a device, summed through another arena in host memory
 
@@ -143,6 +143,7 @@ class SharedArena:
         self._carried: list[Future[None]] = []
         self._leads = hierarchical and self._lane.index == 0
         self._sent_bytes = 0
+        self.background = False  # somebody else drives it
 
     @property
     def sent_bytes(self) -> int:
@@ -160,7 +161,8 @@ class SharedArena:
         self._queue.append(self._known[key])
         self._lane.own.raise_to(POSTED, self._start + len(self._queue))
         self._sent_bytes += flat.nbytes - flat.nbytes // len(self._lane.ranks)
-        self.progress()
+        if not self.background:
+            self.progress()
 
     def progress(self) -> None:
         while self._summed < len(self._queue) and self._lane.reached(POSTED, self._start + self._summed + 1):
@@ -168,9 +170,10 @@ class SharedArena:
         while self._finished < self._summed and self._can_finish():
             self._finish_next()
 
-    def wait(self) -> None:
-        while self._finished < len(self._queue):
-            if self._summed < len(self._queue):
+    def complete(self, count: int) -> None:
+        """Wait until the first `count` of what was posted since the last `wait` hold their sums."""
+        while self._finished < count:
+            if self._summed < count:
                 self._lane.wait(POSTED, self._start + self._summed + 1)
                 self._sum_next()
                 self.progress()
@@ -183,6 +186,9 @@ class SharedArena:
             else:
                 self._lane.wait(REDUCED, number)
             self._finish_next()
+
+    def wait(self) -> None:
+        self.complete(len(self._queue))
         if self._carried:
             began = time.monotonic()
             for future in self._carried:
@@ -234,6 +240,49 @@ class SharedArena:
             self._lane.own.raise_to(PUBLISHED, published)
 
         return carry
+
+
+class Background:
+    """A SharedArena driven by a thread of its own while the training thread computes."""
+
+    def __init__(self, inner: SharedArena, name: str) -> None:
+        inner.background = True
+        self.memory = inner.memory
+        self.waited_s = 0.0
+        self._inner = inner
+        self._courier = Courier(lambda _: self._inner.complete(self._next()), name)
+        self._begun = 0
+        self._carried: list[Future[None]] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._inner.sent_bytes
+
+    def post(self, flat: torch.Tensor) -> None:
+        self._inner.post(flat)
+        self._carried.append(self._courier.submit(flat))
+
+    def progress(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        began = time.monotonic()
+        try:
+            for future in self._carried:
+                future.result()  # bounded: the lane limits its own waits
+            self._inner.wait()
+        finally:
+            self._carried.clear()
+            self._begun = 0
+            self.waited_s += time.monotonic() - began
+
+    def close(self) -> None:
+        self._courier.close()
+        self._inner.close()
+
+    def _next(self) -> int:
+        self._begun += 1
+        return self._begun
 
 
 class RingArena:

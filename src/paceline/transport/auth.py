@@ -57,8 +57,7 @@ def ask(sock: socket.socket, token: str, encrypted: bool, deadline: float, where
     reply = _read(sock, 1 + _CODE, deadline)
     if reply[0] == _WRONG_MODE:
         raise AuthError(
-            f"{where} wants {_MODES.get(mode)}, this side {_MODES[encrypted]}: "
-            "give the same encrypt= on both sides"
+            f"{where} wants {_MODES.get(mode)}, this side {_MODES[encrypted]}: give the same encrypt= on both sides"
         )
     expected = _code(token, b"listener", encrypted, theirs, nonce)
     if reply[0] != _ACCEPTED or not hmac.compare_digest(reply[1:], expected):

@@ -15,6 +15,7 @@ tensor([1., 1.])
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ import msgspec
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted
-from paceline.transport.arena import Arena, RingArena, SharedArena, StagedArena
+from paceline.transport.arena import Arena, Background, RingArena, SharedArena, StagedArena
 from paceline.transport.shared import Shared
 from paceline.transport.wires import Wires
 
@@ -83,7 +84,7 @@ class Group:
             outer = None
             if len(self._hosts) > 1 and self._mine[0] == wires.rank:
                 outer = self._ring([host[0] for host in self._hosts], name).all_reduce
-            arena = SharedArena(
+            shared = SharedArena(
                 wires.links,
                 self._mine,
                 name,
@@ -93,6 +94,7 @@ class Group:
                 outer=outer,
                 hierarchical=len(self._hosts) > 1,
             )
+            arena = Background(shared, name) if self._core_to_spare(device) else shared
         if device is not None and device.type != "cpu":
             arena = StagedArena(arena, device)
         self._arenas.append(arena)
@@ -221,6 +223,11 @@ class Group:
         ring = Ring(self._need_wires().mesh, ranks, lane)
         self._rings.append(ring)
         return ring
+
+    def _core_to_spare(self, device: torch.device | None) -> bool:
+        """Whether every member of this host can have a core for reductions besides those it computes on."""
+        computing = 0 if device is not None and device.type == "cuda" else torch.get_num_threads()
+        return len(os.sched_getaffinity(0)) >= len(self._mine) * (computing + 1)
 
     def _everyone(self) -> Ring:
         """A ring of all members, for what has no way through shared memory."""

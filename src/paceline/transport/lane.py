@@ -39,6 +39,7 @@ class Lane:
         self._send_failure: tuple[int, Interrupted] | None = None
         self._suspect = mesh.rank  # who is at fault if something fails now
         self._fault: Fault | None = None
+        self._closed = False
         self._kind = ""
         self._count = 0
         self._nbytes = 0
@@ -53,6 +54,8 @@ class Lane:
         """Around everything that one collective sends and receives; all is sent when it ends."""
         if self._fault is not None:
             raise self._fault.error(f"{kind} after a fault")
+        if self._closed:
+            raise Interrupted(f"{kind}: closed on this side")
         self._kind, self._count, self._nbytes = kind, self._count + 1, nbytes
         try:
             yield
@@ -99,7 +102,8 @@ class Lane:
         self._sender.drain()
 
     def close(self) -> None:
-        """Close the channels: the abort."""
+        """Close the channels: the abort, from any thread."""
+        self._closed = True
         self._hang_up()
         self._sender.close()
 
@@ -121,9 +125,9 @@ class Lane:
         self._hang_up()
 
     def _broken(self, error: Interrupted | _OutOfStepError) -> Interrupted:
-        if self._mesh.closed:
+        if self._closed or self._mesh.closed:
             self.close()
-            return Interrupted(f"{self._kind}: the mesh was closed on this side")
+            return Interrupted(f"{self._kind}: closed on this side")
         self._fault = self._mesh.fault(self._name)
         if self._fault is None:
             self._fault = self._mesh.tell(self._name, self._explain(error), self.ranks)

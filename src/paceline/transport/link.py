@@ -32,16 +32,21 @@ class Link(msgspec.Struct, frozen=True):
 
     latency_s: float  # one way, everything included, of a message of a few bytes
     bytes_per_s: float
-    piece_bytes: int = 1 << 18
+    piece_bytes: int = 1 << 19  # at most, and a multiple of 16
 
     def seconds(self, nbytes: float) -> float:
         """To put so many bytes on the wire."""
         return nbytes / self.bytes_per_s
 
+    def piece(self, nbytes: int) -> int:
+        """How many bytes of a step travel as one: enough pieces to hide the latency, not so many as to cost."""
+        least = min(self.piece_bytes, 1 << 16)
+        return min(self.piece_bytes, max(least, nbytes // 64 * 16))
+
     def steps_s(self, steps: int, nbytes: float) -> float:
         """Steps of `nbytes` each along the ring, each passing on what the one before brought, by pieces."""
         step_s = self.seconds(nbytes)
-        first_piece_s = self.latency_s + self.seconds(min(nbytes, self.piece_bytes))
+        first_piece_s = self.latency_s + self.seconds(min(nbytes, self.piece(int(nbytes))))
         return (steps - 1) * max(step_s, first_piece_s) + self.latency_s + step_s
 
     def ring_s(self, size: int, nbytes: float) -> float:
@@ -54,7 +59,7 @@ class Link(msgspec.Struct, frozen=True):
 
     def chain_s(self, size: int, nbytes: float) -> float:
         """Broadcast along the ring."""
-        piece = min(nbytes, self.piece_bytes)
+        piece = min(nbytes, self.piece(int(nbytes)))
         return (size - 2) * (self.latency_s + self.seconds(piece)) + self.latency_s + self.seconds(nbytes)
 
     def tree_s(self, size: int, nbytes: float) -> float:

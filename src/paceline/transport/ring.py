@@ -93,8 +93,7 @@ class Ring:
                 out[self.position * flat.numel() :][: flat.numel()].copy_(flat)
                 bounds, data = self._bounds(out), _bytes(out)
                 self._lane.send_head(self._right)
-                for piece in self._pieces(bounds, self.position):
-                    self._lane.post(self._right, data[piece])
+                self._lane.post(self._right, data[self._chunk(bounds, self.position)])
                 self._lane.receive_head(self._left)
                 self._gather(out, bounds)
 
@@ -134,8 +133,7 @@ class Ring:
         """Sum chunk p at position p, into `into`; None: into `flat`, and post it for the gathering."""
         lane, data, item = self._lane, _bytes(flat), flat.element_size()
         lane.send_head(self._right)
-        for piece in self._pieces(bounds, self.position - 1):
-            lane.post(self._right, data[piece])
+        lane.post(self._right, data[self._chunk(bounds, self.position - 1)])
         lane.receive_head(self._left)
         room = self._room(self.link.piece_bytes)
         theirs, theirs_data = room.view(flat.dtype), _bytes(room)
@@ -262,11 +260,16 @@ class Ring:
         """Where each chunk begins and ends, in bytes."""
         return [flat.numel() * i // self.size * flat.element_size() for i in range(self.size + 1)]
 
-    def _pieces(self, bounds: list[int], chunk: int) -> Iterator[slice]:
-        """The byte ranges in which a chunk travels; piece_bytes is a multiple of every element's size."""
+    def _chunk(self, bounds: list[int], chunk: int) -> slice:
         chunk %= len(bounds) - 1
-        for start in range(bounds[chunk], bounds[chunk + 1], self.link.piece_bytes):
-            yield slice(start, min(start + self.link.piece_bytes, bounds[chunk + 1]))
+        return slice(bounds[chunk], bounds[chunk + 1])
+
+    def _pieces(self, bounds: list[int], chunk: int) -> Iterator[slice]:
+        """The parts in which a chunk travels; 16 bytes hold a whole number of any elements."""
+        whole = self._chunk(bounds, chunk)
+        step = self.link.piece(bounds[-1] // (len(bounds) - 1))
+        for start in range(whole.start, whole.stop, step):
+            yield slice(start, min(start + step, whole.stop))
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if self._scratch.numel() < nbytes:

@@ -110,9 +110,7 @@ def _identity(token: str) -> tuple[bytes, bytes]:
         .add_extension(usage, critical=True)
         .sign(key, None)
     )
-    pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return certificate.public_bytes(serialization.Encoding.DER), pem
 
 
