@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -333,6 +335,18 @@ def test_close_from_another_thread_is_the_abort(way: str) -> None:
             with pytest.raises(Interrupted):
                 run.rings[0].all_reduce(torch.ones(10))
             assert time.monotonic() - start < 3
+
+
+def test_nothing_is_left_after_close() -> None:
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for encrypt in (False, True):
+        with members(3, None, encrypt=encrypt) as run:
+            run.run(lambda ring: ring.all_reduce(torch.ones(1_000_000)))
+    deadline = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)  # short threads of newcomers
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_a_closed_sender_holds_nobody() -> None:
