@@ -134,6 +134,9 @@ def test_subgroup_and_messages(hosts: list[str]) -> None:
     def body(group: Group) -> tuple[float, list[float]]:
         sub = group.subgroup([0, 2])
         total = -1.0 if sub is None else sub.all_reduce(torch.tensor([group.rank + 1.0])).item()
+        if sub is not None:
+            assert sub.broadcast(torch.tensor([group.rank]), root=1).item() == 2
+            assert [t.item() for t in sub.all_gather(torch.tensor([group.rank]))] == [0, 2]
         if group.rank == 0:
             group.send(torch.tensor([[1.5, 2.5]]), 1)
             group.send(torch.empty(0), 1)

@@ -27,6 +27,8 @@ class ConfigError(PacelineError, ValueError):
 class Interrupted(PacelineError):
     """The view changed, or a channel was closed, while an operation was under way."""
 
+    rank: int | None = None  # the member at fault, where it is known
+
 
 class TimedOut(Interrupted, TimeoutError):
     """A wait reached its limit."""

@@ -266,8 +266,12 @@ class _Engine:
         """Wait for the sums and hand them out as `p.grad`."""
         layout, group = self._layout, self._world.group
         assert layout is not None
-        for arena in layout.arenas:
-            arena.wait()
+        try:
+            for arena in layout.arenas:
+                arena.wait()
+        except Interrupted as error:
+            group.abort(error)
+            raise
         control = layout.control.tolist()
         self.busy = False
         self._world.granted = self._world.granted or control[WISH] > 0

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from paceline.core.errors import ConfigError, Interrupted
+from paceline.core.errors import ConfigError, Interrupted, TimedOut
 from paceline.transport.arena import Arena, Background, RingArena, SharedArena, StagedArena
+from paceline.transport.mesh import Fault
+from paceline.transport.ring import Ring
 from paceline.transport.shared import Shared
 from paceline.transport.wires import Wires
-
-if TYPE_CHECKING:
-    from paceline.transport.ring import Ring
 
 _OPERATIONS = ("sum", "mean", "max", "min", "product")
 
@@ -44,6 +42,7 @@ class Group:
         self._children = 0
         self._arenas: list[Arena] = []
         self._rings: list[Ring] = []
+        self._lanes: list[tuple[str, tuple[int, ...]]] = []  # of the rings
         self._all: Ring | None = None
         self._local: Shared | None = None
         self._leaders: Ring | None = None
@@ -112,12 +111,16 @@ class Group:
                 return tensor.copy_(stacked.prod(0))
             return tensor.copy_(stacked.amax(0) if op == "max" else stacked.amin(0))
         flat = _flat(tensor)
-        if self._local:
-            self._local.all_reduce(flat)
-        if self._leaders:
-            self._leaders.all_reduce(flat)
-        if self._local and len(self._hosts) > 1:
-            self._local.broadcast(flat, 0)
+        try:
+            if self._local:
+                self._local.all_reduce(flat)
+            if self._leaders:
+                self._leaders.all_reduce(flat)
+            if self._local and len(self._hosts) > 1:
+                self._local.broadcast(flat, 0)
+        except Interrupted as error:
+            self.abort(error)
+            raise
         _restore(tensor, flat)
         return tensor.div_(self.size) if op == "mean" else tensor
 
@@ -148,7 +151,10 @@ class Group:
         if self.size == 1:
             return tensor
         flat = _flat(tensor)
-        (self._local if len(self._hosts) == 1 and self._local else self._everyone()).broadcast(flat, root)
+        if len(self._hosts) == 1 and self._local:
+            self._local.broadcast(flat, root)
+        else:
+            self._everyone().broadcast(flat, self.ranks[root])
         return _restore(tensor, flat)
 
     def gather(self, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
@@ -213,15 +219,23 @@ class Group:
         chosen = [self.ranks[r] for r in sorted(set(ranks))]
         return Group(self._wires, chosen, f"{self.name}/group-{self._children}")
 
+    def abort(self, error: Interrupted) -> None:
+        """Tell the members of other hosts why an operation of this group broke here; they break off too."""
+        if self._wires is None:
+            return
+        reason = "did not arrive" if isinstance(error, TimedOut) else "left the run"
+        rank = self._wires.rank if error.rank is None else error.rank
+        for lane, ranks in self._lanes:
+            self._wires.mesh.tell(lane, Fault(rank, reason, isinstance(error, TimedOut)), ranks)
+
     def close(self) -> None:
         for arena in self._arenas:
             arena.close()
 
     def _ring(self, ranks: Sequence[int], lane: str) -> Ring:
-        from paceline.transport.ring import Ring
-
         ring = Ring(self._need_wires().mesh, ranks, lane)
         self._rings.append(ring)
+        self._lanes.append((lane, tuple(ranks)))
         return ring
 
     def _core_to_spare(self, device: torch.device | None) -> bool:

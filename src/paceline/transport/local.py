@@ -113,7 +113,9 @@ class Links:
             poll.register(link, 0)  # hang-up is reported even where descriptors are still unread
             if not poll.poll(0):
                 return
-        raise Interrupted(f"member {rank} left the run")
+        gone = Interrupted(f"member {rank} left the run")
+        gone.rank = rank
+        raise gone
 
     def close(self) -> None:
         for link in self._links.values():

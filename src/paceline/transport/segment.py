@@ -142,10 +142,12 @@ class Lane:
                 self._links.check(rank)
                 waited = time.monotonic() - began
                 if waited > self._limit_s:
-                    raise TimedOut(
+                    late = TimedOut(
                         f"member {rank} did not arrive in {self._name} within {self._limit_s:g} s; "
                         f"see what it does with `paceline status`, or raise --wait-limit-s"
                     )
+                    late.rank = rank
+                    raise late
                 if not told and waited > 0.01:
                     told = True
                     self._status.set(f"waiting for member {rank} ({self._name})")
