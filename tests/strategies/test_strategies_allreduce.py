@@ -183,6 +183,40 @@ def test_unfrozen_later_and_added_later() -> None:
     assert one[-1] == [1.5]
 
 
+def test_thawed_parameters_are_reduced_from_their_first_gradient_on() -> None:
+    """Also where nothing that was trained before gets a gradient any more."""
+
+    def body(group: Group) -> list[list[float]]:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+        with torch.no_grad():
+            model[0].weight.fill_(1.0)
+            model[1].weight.fill_(1.0)
+        model[1].requires_grad_(False)
+        attached(group, model)
+        seen = []
+        x = torch.tensor([[1.0, 3.0]]) * (group.rank + 1)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+            seen.append(model[0].weight.grad.flatten().tolist())
+        model[0].requires_grad_(False)
+        model[1].requires_grad_(True)
+        for _ in range(3):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert model[0].weight.grad is None
+            seen.append(model[1].weight.grad.flatten().tolist())
+        model[0].requires_grad_(True)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+            seen.append(model[0].weight.grad.flatten().tolist() + model[1].weight.grad.flatten().tolist())
+        return seen
+
+    expected = [[1.5, 4.5, 1.5, 4.5]] * 2 + [[6.0, 6.0]] * 3 + [[1.5, 4.5, 1.5, 4.5, 6.0, 6.0]] * 2
+    assert together(2, body) == [expected, expected]
+
+
 def test_accumulation_sends_nothing_in_between() -> None:
     def body(group: Group) -> tuple[list[float], int, int]:
         model = nn.Linear(1, 1, bias=False)

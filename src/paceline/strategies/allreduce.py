@@ -128,12 +128,11 @@ class _Engine:
         self._owned = owned
         self._names: dict[int, str] = {}  # id of the parameter -> name
         self._parameters: dict[int, torch.nn.Parameter] = {}
-        self._hooked: dict[int, Any] = {}
-        self._frozen: list[torch.nn.Parameter] = []
+        self._hooks: list[Any] = []
         self._layout: Layout | None = None
         self._slots: dict[int, Slot] = {}
         self._arrivals: list[str] = []
-        self._late: dict[int, torch.Tensor] = {}
+        self._late: dict[str, torch.Tensor] = {}  # by name: gradients that missed their bucket or have none
         self._bad = ""
         self._scale = 1.0
         self._weight = 1.0
@@ -154,21 +153,18 @@ class _Engine:
         new = {self._names[i]: p for i, p in self._parameters.items() if i not in known}
         buffers = {} if known else dict(self._model.named_buffers())
         make_equal(self._world.group, new, buffers)
-        self._frozen += list(new.values())
-        self._hook_unfrozen()
+        for p in new.values():
+            if p.is_floating_point() or p.is_complex():
+                trained = p.requires_grad
+                p.requires_grad_(True)  # a frozen parameter takes no hook, but keeps one until it is trained
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]
+                p.requires_grad_(trained)
+        if any(p.requires_grad for p in new.values()):
+            self._layout = None  # laid out again at the end of the next backward pass
 
     @property
     def complete(self) -> bool:
         return bool(self._layout) and all(slot.arrived for slot in self._slots.values())
-
-    def _hook_unfrozen(self) -> bool:
-        ready = [p for p in self._frozen if p.requires_grad]
-        for p in ready:
-            self._hooked[id(p)] = p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-        if ready:
-            self._frozen = [p for p in self._frozen if not p.requires_grad]
-            self._layout = None  # to be laid out again at the end of the next backward pass
-        return bool(ready)
 
     def _arrived(self, p: torch.Tensor) -> None:
         """The gradient of `p` is ready. Runs inside the backward pass."""
@@ -179,9 +175,9 @@ class _Engine:
         if layout is None:
             self._arrivals.append(self._names[id(p)])
             return
-        slot = self._slots[id(p)]
-        if slot.arrived:
-            self._again(slot)
+        slot = self._slots.get(id(p))
+        if slot is None or slot.arrived:
+            self._add(p, slot)
             return
         self._take(slot)
         bucket = slot.bucket
@@ -219,23 +215,21 @@ class _Engine:
         slot.arrived = True
         p.grad = None
 
-    def _again(self, slot: Slot) -> None:
-        """A second gradient in one pass: a parameter that several checkpointed segments share."""
-        grad = slot.parameter.grad
-        assert grad is not None
-        part = _dense(grad.detach()) * self._scale if self._scale else torch.zeros_like(slot.parameter)
-        slot.parameter.grad = None
-        assert self._layout is not None
-        if self._layout.buckets.index(slot.bucket) >= self._layout.launched:
+    def _add(self, p: torch.Tensor, slot: Slot | None) -> None:
+        """A gradient without a place: of a parameter that was frozen until now, or a second one in this pass, as of a
+        parameter that several checkpointed segments share."""
+        assert p.grad is not None
+        part = _dense(p.grad.detach()) * self._scale if self._scale else torch.zeros_like(p.detach())
+        p.grad = None
+        if slot is not None and self._layout and self._layout.buckets.index(slot.bucket) >= self._layout.launched:
             slot.view.add_(part)
-        elif slot.index in self._late:
-            self._late[slot.index].add_(part)
-        else:
-            self._late[slot.index] = part
+            return
+        name = self._names[id(p)]
+        self._late[name] = self._late[name] + part if name in self._late else part
 
     def launch_rest(self) -> None:
         """The pass has ended here: fill in what did not arrive, then post what is left."""
-        if self._hook_unfrozen() or self._layout is None:
+        if self._layout is None:
             self._lay_out()
         layout = self._layout
         assert layout is not None
@@ -295,30 +289,35 @@ class _Engine:
             torch._foreach_copy_(layout.buffers, layout.buffer_views)
 
     def _add_late(self, correction: float) -> None:
-        """A second round for the gradients that came after their bucket had left."""
-        group, layout = self._world.group, self._layout
-        assert layout is not None
+        """A second round, for the gradients that travelled in no bucket."""
+        group = self._world.group
         mine = json.dumps(sorted(self._late)).encode()
-        for index in sorted({i for other in group.exchange(mine) for i in json.loads(other)}):
-            slot = layout.slots[index]
-            part = self._late.pop(index, None)
-            total = torch.zeros_like(slot.parameter.detach()) if part is None else part
+        named = {self._names[i]: p for i, p in self._parameters.items()}
+        for name in sorted({n for other in group.exchange(mine) for n in json.loads(other)}):
+            p, part = named[name], self._late.pop(name, None)
+            total = torch.zeros_like(p.detach()) if part is None else part
             group.all_reduce(total)
-            slot.view.add_(total, alpha=correction)
+            total *= correction
+            slot = self._slots.get(id(p))
+            if slot is None:  # trained from now on: the next pass makes room for it
+                p.grad = total
+                self._layout = None
+            else:
+                p.grad = slot.view.add_(total)
 
     def _lay_out(self) -> None:
         """Agree on the order of gradients and lay out the buckets; the gradients so far wait in `p.grad`."""
         group = self._world.group
-        hooked = {self._names[i]: self._parameters[i] for i in self._hooked}
+        trained = {self._names[i]: p for i, p in self._parameters.items() if p.requires_grad}
         changed = [b._version != v for b, v in self._versions]
-        said = json.dumps({"order": self._arrivals, "names": sorted(hooked), "changed": changed}).encode()
+        said = json.dumps({"order": self._arrivals, "names": sorted(trained), "changed": changed}).encode()
         everyone = [json.loads(other) for other in group.exchange(said)]
         for rank, other in enumerate(everyone):
             if other["names"] != everyone[0]["names"]:
                 odd = sorted(set(other["names"]) ^ set(everyone[0]["names"]))[0]
                 raise ConfigError(f"parameter {odd!r} is trained on member 0 or on member {rank}, but not on both")
         order = self.order or everyone[0]["order"]
-        self.order = list(dict.fromkeys([n for n in order if n in hooked] + list(hooked)))
+        self.order = list(dict.fromkeys([n for n in order if n in trained] + list(trained)))
         moving = {id(b) for m in self._model.modules() if isinstance(m, _BATCH_NORMS) for b in m.buffers()}
         buffers = [
             b
@@ -329,7 +328,7 @@ class _Engine:
             for arena in self._layout.arenas:
                 arena.close()
         self._arrivals.clear()
-        self._layout = Layout(group, [(n, hooked[n]) for n in self.order], buffers, self._bucket_bytes)
+        self._layout = Layout(group, [(n, trained[n]) for n in self.order], buffers, self._bucket_bytes)
         self._slots = {id(s.parameter): s for s in self._layout.slots}
 
     def _report_bad(self) -> None:
@@ -341,8 +340,8 @@ class _Engine:
         )
 
     def close(self) -> None:
-        for handle in self._hooked.values():
-            handle.remove()
+        for hook in self._hooks:
+            hook.remove()
 
 
 _BATCH_NORMS = (torch.nn.modules.batchnorm._NormBase,)

@@ -107,6 +107,7 @@ class Meter:
             self.totals[key] += value
             self._since[key] += value
         self.totals["seconds"] += seconds
+        self._since["seconds"] += seconds
         if now - self._told_at >= _PERIOD_S:
             self._told_at = now
             self._tell()

@@ -75,7 +75,7 @@ class Run:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
-        self._in_epochs = False
+        self._in_epochs = self._began = False
         self._epoch_step = 0  # steps before the epoch under way
 
     # ---- what the loop uses
@@ -123,7 +123,15 @@ class Run:
         """Epoch numbers from where the last checkpoint ended up to `count`; checkpoints at the end of each."""
         if count < 0:
             raise ConfigError(f"run.epochs({count}): must not be negative")
+        if self._began:
+            raise ConfigError(
+                "run.epochs was called before in this run, and a checkpoint knows one count of epochs: put all epochs "
+                "into one loop, or end this run with run.close() and join another"
+            )
+        self._began = True
         first = self._begin(count)
+        if first >= count > 0:
+            self._warn(f"all {count} epochs are done: nothing is left to train; raise their number, or use --fresh")
         self._in_epochs = True
         for epoch in range(first, count):
             self._enter_epoch(epoch, count)
