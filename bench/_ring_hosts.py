@@ -114,7 +114,9 @@ def on_host(rank: int, sizes: Sequence[int], sides: Sequence[str], blocks: int) 
         flat = torch.zeros(nbytes // 4)
         iterations = 10 if nbytes <= SMALL else 2
         for block in range(-1, blocks):  # the first one warms up
-            for side in sides if block % 2 else reversed(sides):
+            # In rotation, so that no side follows itself: its connections would start warm, the others' cold.
+            turn = block % len(sides)
+            for side in [*sides[turn:], *sides[:turn]]:
                 dist.barrier()
                 start = time.perf_counter()
                 for _ in range(iterations):
