@@ -71,6 +71,11 @@ def measure(hosts: Hosts, source: int, target: int, code: str, word: str) -> flo
     return float(out) if program.returncode == 0 else None
 
 
+def best_rate(hosts: Hosts, source: int, target: int) -> float:
+    """Bits per second of a stream; of three, since a busy machine can only slow it down."""
+    return max(measure(hosts, source, target, STREAM, "0.5") or 0.0 for _ in range(3))
+
+
 @needs_hosts
 @pytest.mark.parametrize("delay_ms", [0, 1])
 def test_every_pair_is_connected_and_nothing_is_left(delay_ms: float) -> None:
@@ -122,23 +127,18 @@ def test_run_at_its_limit_kills_grandchildren_too() -> None:
 
 
 @needs_hosts
-@pytest.mark.slow  # and its figures want a machine that is not busy
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_ms", [0, 5])
 def test_rate_and_delay_hold(delay_ms: float) -> None:
     with Hosts(2, rate=["100mbit", "20mbit"], delay_ms=delay_ms) as hosts:
         serve(hosts, 1)
         serve(hosts, 0)
-        trip_s = measure(hosts, 0, 1, PING, "5")
-        assert trip_s is not None
-        assert 2e-3 * delay_ms <= trip_s < 2e-3 * delay_ms + 10e-3
+        trips_s = [measure(hosts, 0, 1, PING, "5") or 9.0 for _ in range(3)]
+        assert 2e-3 * delay_ms <= min(trips_s) < 2e-3 * delay_ms + 5e-3
         for source, target in ((0, 1), (1, 0)):  # the slower card decides, at either end
-            rate = measure(hosts, source, target, STREAM, "0.5")
-            assert rate is not None
-            assert 0.75 < rate / 20e6 < 1.05
+            assert 0.75 < best_rate(hosts, source, target) / 20e6 < 1.05
         hosts.set_rate(1, "100mbit")
-        rate = measure(hosts, 0, 1, STREAM, "0.5")
-        assert rate is not None
-        assert 0.7 < rate / 100e6 < 1.05
+        assert 0.7 < best_rate(hosts, 0, 1) / 100e6 < 1.05
 
 
 @needs_hosts
