@@ -17,7 +17,7 @@ import pytest
 
 from paceline.cli import checks, flags
 from paceline.cli.status import describe
-from paceline.core.settings import Settings
+from paceline.core.settings import NAMES, Settings
 from paceline.testing.cluster import Cluster
 
 PACELINE = [sys.executable, "-m", "paceline"]
@@ -63,7 +63,7 @@ def test_help_is_quick():
 
 
 def test_every_setting_has_one_flag():
-    assert sorted(f.field for f in flags.SETTINGS) == sorted(Settings.__struct_fields__)
+    assert sorted(f.field for f in flags.SETTINGS) == sorted(NAMES)
     text = paceline("run", "--help").stdout
     for flag in flags.SETTINGS:
         assert text.count(f"\n  {flag.option}") == 1
@@ -77,7 +77,10 @@ def test_flags_become_settings():
         "--checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite"
     )
     args = shlex.split(text)
-    assert flags.settings_of(parser.parse_args(args)) == Settings(
+    settings = flags.settings_of(parser.parse_args(args))
+    assert sorted(settings.pinned) == sorted(NAMES)
+    assert settings == Settings(
+        pinned=settings.pinned,
         strategy="allreduce",
         name="a",
         root="r",
@@ -93,6 +96,7 @@ def test_flags_become_settings():
         check_finite=True,
     )
     assert flags.settings_of(parser.parse_args([])) == Settings()
+    assert flags.settings_of(parser.parse_args(["--seed", "0"])).pinned == ("seed",)
 
 
 MEMBERS = """

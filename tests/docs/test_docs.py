@@ -27,7 +27,7 @@ import paceline
 from paceline import cli
 from paceline.cli import run as run_command
 from paceline.core.errors import ConfigError
-from paceline.core.settings import Settings
+from paceline.core.settings import NAMES, Settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -265,9 +265,7 @@ def cells(page: str) -> list[str]:
 def test_settings_are_complete() -> None:
     rows = re.findall(r"^\| `(\w+)` \| \w+ \| `(.+?)` \|", prose(ROOT / "docs/reference/settings.md"), flags=re.M)
     defaults = Settings()
-    assert {name: ast.literal_eval(value) for name, value in rows} == {
-        name: getattr(defaults, name) for name in defaults.__struct_fields__
-    }
+    assert {name: ast.literal_eval(value) for name, value in rows} == {name: getattr(defaults, name) for name in NAMES}
 
 
 def test_options_are_complete() -> None:
@@ -278,7 +276,7 @@ def test_options_are_complete() -> None:
     }
     known = {option for option in run_command._parser().takes_value if option not in ("-h", "--help")}
     assert documented - {"-m"} == known
-    for name, option in ((f, "--" + f.replace("_", "-")) for f in Settings().__struct_fields__):
+    for name, option in ((f, "--" + f.replace("_", "-")) for f in NAMES):
         default = getattr(Settings(), name)
         if default not in ("", False):
             row = next(line for line in table.splitlines() if line.startswith(f"| `{option} "))

@@ -131,9 +131,10 @@ def add_settings(parser: Parser) -> None:
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
-    """The settings that the command line gives."""
+    """The settings that the command line gives; those that were typed are pinned, defaults among them too."""
     values = {flag.field: getattr(given, flag.field) for flag in SETTINGS}
-    return Settings().with_(**{k: v for k, v in values.items() if v is not None and v is not False})
+    typed = {k: v for k, v in values.items() if v is not None and v is not False}
+    return Settings().with_(**typed).pin(*typed)
 
 
 def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:

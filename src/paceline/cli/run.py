@@ -17,6 +17,7 @@ from paceline.cli import ending
 from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import Parser, add_settings, settings_of, whole
 from paceline.core.errors import ConfigError
+from paceline.core.settings import NAMES
 from paceline.launch import cores, record
 from paceline.launch.local import Local, LocalJob, plan
 from paceline.launch.spec import JobSpec
@@ -99,7 +100,7 @@ def _dry_run(spec: JobSpec) -> str:
         added = {k: v for k, v in start.env.items() if os.environ.get(k) != v}
         words = [f"{k}={shlex.quote(v)}" for k, v in added.items()]
         parts.append(f"# rank {start.rank}\n{' '.join(words)} {shlex.join(start.command)}")
-    settings = [f"{f}={getattr(spec.settings, f)!r}" for f in spec.settings.__struct_fields__]
+    settings = [f"{name}={getattr(spec.settings, name)!r}" for name in NAMES]
     return "\n".join([*parts, "# settings, told to each when it joins: " + ", ".join(settings)])
 
 

@@ -25,6 +25,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     wait_limit_s: float = 300.0  # how long any later wait for another member may last
     progress: str = "auto"  # auto, rich, plain, off
     check_finite: bool = False  # stop on a gradient that is not finite, naming the member and parameter
+    pinned: tuple[str, ...] = ()  # which of these the launcher was told: a script does not overrule them
 
     def with_(self, **changes: Any) -> Settings:
         """A copy with `changes`; an unknown name or a value of the wrong type is a ConfigError.
@@ -32,11 +33,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         >>> Settings().with_(seed=3).seed
         3
         """
-        known = {f: getattr(self, f) for f in self.__struct_fields__}
         for key in changes:
-            if key not in known:
-                raise ConfigError(f"unknown setting {key!r}: {nearest(key, known)}")
+            if key not in NAMES:
+                raise ConfigError(f"unknown setting {key!r}: {nearest(key, NAMES)}")
         try:
-            return msgspec.convert(known | changes, Settings)
+            return msgspec.convert(msgspec.structs.asdict(self) | changes, Settings)
         except msgspec.ValidationError as error:
             raise ConfigError(f"bad setting: {error}") from None
+
+    def pin(self, *names: str) -> Settings:
+        """A copy in which these hold whatever a script says in `join(...)`.
+
+        >>> Settings().pin("seed").pin("name", "seed").pinned
+        ('seed', 'name')
+        """
+        return msgspec.structs.replace(self, pinned=tuple(dict.fromkeys((*self.pinned, *names))))
+
+    def changed(self) -> tuple[str, ...]:
+        """The names of those that are not at their default.
+
+        >>> Settings(seed=3).changed()
+        ('seed',)
+        """
+        default = Settings()
+        return tuple(name for name in NAMES if getattr(self, name) != getattr(default, name))
+
+
+NAMES = tuple(name for name in Settings.__struct_fields__ if name != "pinned")  # what a user may set

@@ -71,7 +71,8 @@ class LocalJob:
         self._record = record.Record(spec.settings, spec.script, spec.num_members)
         # Absolute: a script may change its directory before it joins.
         root = str(self._record.dir.parent.absolute())
-        self.settings: Settings = spec.settings.with_(name=self._record.run.name, root=root)
+        settings = spec.settings.pin(*spec.settings.changed())  # a program that starts a run types nothing
+        self.settings: Settings = settings.with_(name=self._record.run.name, root=root)
         self._rendezvous = Rendezvous(spec.num_members, self.settings, self.token)
         self._agent = Agent(
             plan(spec, self._rendezvous.address, self.token),

@@ -40,7 +40,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
 
     Args:
         strategy: how the members agree, as an object or in words; `--strategy` on the command line goes before it.
-        settings: any of `paceline.core.settings.Settings`; a flag of `paceline run` goes before it.
+        settings: any of `paceline.core.settings.NAMES`; a flag of `paceline run` goes before it, and `name` and
+            `root` are `paceline run`'s alone.
 
     >>> run = join(name="doctest", checkpoint_keep=0, root=getfixture("tmp_path").as_posix(), progress="off")
     >>> run.size, run.is_first
@@ -68,10 +69,11 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         return wires[0].describe(place.rank, place.host)
 
     meeting = meet(place, describe, asked)
-    agreed = _merge(meeting.settings, asked, place)
+    agreed = _merge(meeting.settings, settings, place)
     directory = Path(agreed.root) / agreed.name
     device = _device(agreed.device, place)
-    chosen = make_strategy(strategy if _is_object(strategy) and _is_default(agreed, "strategy") else agreed.strategy)
+    own = strategy is not None and not isinstance(strategy, str) and "strategy" not in agreed.pinned
+    chosen = make_strategy(strategy if own else agreed.strategy)
     status = Status(directory / "status" / f"rank-{place.rank}")
     group = solo()
     if wires:
@@ -99,30 +101,33 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         ending=ending,
     )
     ending.watch(run._finish, [group.close, *(w.close for w in wires), *closers])
+    if place.kind == "paceline" and place.rank == 0:
+        for message in _without_effect(settings, agreed):
+            events.emit("warning", message=message)
     _current = run
     return run
 
 
-def _merge(launched: Settings, asked: Settings, place: Place) -> Settings:
-    """The launcher's settings where it changed a default, else the script's."""
+def _merge(launched: Settings, given: dict[str, Any], place: Place) -> Settings:
+    """What the script gives, but for what the launcher was told; the launcher made the directory already."""
     if place.kind != "paceline":
         return launched
-    default = Settings()
-    changes = {
-        field: getattr(asked, field)
-        for field in asked.__struct_fields__
-        if field not in ("name", "root")
-        and getattr(launched, field) == getattr(default, field) != getattr(asked, field)
-    }
-    return launched.with_(**changes)
+    fixed = {"name", "root", *launched.pinned}
+    return launched.with_(**{name: value for name, value in given.items() if name not in fixed})
 
 
-def _is_object(strategy: Any) -> bool:
-    return strategy is not None and not isinstance(strategy, str)
-
-
-def _is_default(settings: Settings, field: str) -> bool:
-    return bool(getattr(settings, field) == getattr(Settings(), field))
+def _without_effect(given: dict[str, Any], agreed: Settings) -> list[str]:
+    """What to say of a name and a root that the script gives although the launcher has decided."""
+    wanted = {key: str(given[key]) for key in ("name", "root") if given.get(key)}
+    if wanted.get("name") == agreed.name:
+        del wanted["name"]
+    if "root" in wanted and Path(wanted["root"]).absolute() == Path(agreed.root).absolute():
+        del wanted["root"]
+    return [
+        f"join({key}={value!r}) has no effect under paceline run, which uses {getattr(agreed, key)!r}: "
+        f"give --{key} {value} on the command line"
+        for key, value in wanted.items()
+    ]
 
 
 def _form(wires: Wires, transport: str, device: torch.device) -> Group:

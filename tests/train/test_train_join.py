@@ -1,0 +1,40 @@
+"""`paceline.join()`: whose settings hold, and what is refused before a run begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.core.settings import Settings
+from paceline.testing.cluster import Cluster
+
+
+def test_a_default_that_was_typed_goes_before_the_script() -> None:
+    def script() -> None:
+        import paceline
+
+        run = paceline.join(seed=5, checkpoint_keep=3, strategy=paceline.AllReduce(bucket_mb=2))
+        print("got", run.seed, run.settings.checkpoint_keep, run._strategy.bucket_bytes)
+
+    (member,) = Cluster(1).run(script, settings=Settings(checkpoint_keep=1))
+    assert "got 5 1 2000000" in member.output
+    (member,) = Cluster(1).run(script, settings=Settings().pin("seed", "strategy"))  # --seed 0 --strategy allreduce
+    assert "got 0 3 4000000" in member.output
+
+
+def test_a_name_that_the_script_cannot_give_is_said_once(tmp_path: Path) -> None:
+    script = """
+        import paceline
+        run = paceline.join(name="mine", root="elsewhere", progress="plain")
+        paceline.join(name="mine")
+        print("in", run.dir)
+    """
+    finished = Cluster(2).run(script, settings=Settings(root=str(tmp_path), name="yours"))
+    said = "".join(member.output for member in finished)
+    assert [m.code for m in finished] == [0, 0], said
+    assert said.count(f"in {tmp_path}/yours\n") == 2
+    assert said.count("join(name='mine') has no effect under paceline run, which uses 'yours': give --name mine") == 1
+    assert said.count("join(root='elsewhere') has no effect") == 1
+    assert said.count("no effect") == 2
+    (member,) = Cluster(1).run(script, settings=Settings(root=str(tmp_path), name="mine"))
+    assert "join(root" in member.output
+    assert "join(name" not in member.output
