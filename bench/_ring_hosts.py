@@ -34,7 +34,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.hosts_rank is not None:
         return on_host(options.hosts_rank, options.bytes, options.sides, options.blocks)
-    figures = measure(blocks=3 if options.quick else 9)
+    quick: bool = options.quick
+    figures = measure(["gloo", "plain"] if quick else ["gloo", "plain", "tls"], blocks=3 if quick else 9)
     for name, value in figures.items():
         print(f"{name:32} {value:.4g}")
     if options.json:
@@ -42,20 +43,17 @@ def main() -> None:
     return None
 
 
-def measure(blocks: int) -> dict[str, float]:
+def measure(sides: Sequence[str], blocks: int) -> dict[str, float]:
     figures: dict[str, float] = {}
-    near = run(0.0, [LARGE], ["gloo", "plain", "tls"], blocks)[LARGE]
+    near = run(0.0, [LARGE], sides, blocks)[LARGE]
+    far = run(10.0, [SMALL, LARGE], sides, blocks)
     ideal_s = 2 * (SIZE - 1) / SIZE * LARGE / RATE_BYTES
-    figures["ring_link_share"] = ideal_s / statistics.median(near["plain"])
-    figures["ring_over_gloo"] = ratio(near["gloo"], near["plain"])
-    figures["ring_link_share_tls"] = ideal_s / statistics.median(near["tls"])
-    figures["gloo_link_share"] = ideal_s / statistics.median(near["gloo"])
-    far = run(10.0, [SMALL, LARGE], ["gloo", "plain", "tls"], blocks)
-    for word, nbytes in (("small", SMALL), ("large", LARGE)):
-        figures[f"latency_speedup_{word}"] = ratio(far[nbytes]["gloo"], far[nbytes]["plain"])
-        figures[f"latency_speedup_{word}_tls"] = ratio(far[nbytes]["gloo"], far[nbytes]["tls"])
-        for side in ("plain", "gloo"):
-            figures[f"latency_{word}_{side}_ms"] = 1e3 * statistics.median(far[nbytes][side])
+    for side in sides[1:]:
+        end = "" if side == "plain" else f"_{side}"
+        figures[f"ring_link_share{end}"] = ideal_s / statistics.median(near[side])
+        figures[f"ring_over_gloo{end}"] = ratio(near["gloo"], near[side])
+        figures[f"latency_speedup_small{end}"] = ratio(far[SMALL]["gloo"], far[SMALL][side])
+        figures[f"latency_speedup_large{end}"] = ratio(far[LARGE]["gloo"], far[LARGE][side])
     return figures
 
 
