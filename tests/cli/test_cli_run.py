@@ -212,14 +212,36 @@ def test_a_script_that_never_joins_is_a_plain_script():
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] plain", "[1] plain"])
 
 
-def test_names_finished_running_and_unfinished():
+TRAINS = """
+    import sys, torch, paceline
+    run = paceline.join()
+    model = torch.nn.Linear(2, 1)
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader = run.loader(torch.utils.data.TensorDataset(torch.ones(6, 2)), batch_size=2)
+    steps = 0
+    for epoch in run.epochs(int(sys.argv[1])):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            steps += 1
+    print("steps", steps)
+"""
+
+
+def test_a_finished_run_goes_on_with_more_epochs():
+    write(TRAINS)
+    assert "steps 3\n" in run("-n", "1", "--name", "x", "train.py", "1").stdout
+    done = run("-n", "1", "--name", "x", "train.py", "3")
+    assert "resumed at step 3\n" in done.stderr, done.stderr
+    assert "steps 6\n" in done.stdout
+
+
+def test_one_launcher_at_a_time_holds_a_run():
     write("import sys; sys.exit(int(sys.argv[1]))")
     assert run("-n", "1", "--name", "x", "train.py", "7").returncode == 7
-    assert run("-n", "1", "--name", "x", "train.py", "0").returncode == 0  # it had not finished: goes on
-    done = run("-n", "1", "--name", "x", "train.py", "0")
-    assert done.returncode == 2
-    assert "run 'x' has finished: start it over with --fresh, or give another --name" in done.stderr
-    assert run("-n", "1", "--name", "x", "--fresh", "train.py", "0").returncode == 0
+    assert run("-n", "1", "--name", "x", "train.py", "0").returncode == 0
+    assert run("-n", "1", "--name", "x", "train.py", "0").returncode == 0
     with started("-n", "1", "--name", "y", write(SLEEP)) as launcher:
         wait_for_up(launcher, 1)
         done = run("-n", "1", "--name", "y", "train.py")

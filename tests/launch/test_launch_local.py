@@ -155,19 +155,6 @@ def test_asking_whether_it_runs_does_not_keep_it_from_starting(here):
     os.close(asking)
 
 
-def test_finished_runs_are_not_started_again_by_accident(here):
-    settings = Settings(root="r", name="x")
-    record.check_unfinished(settings)
-    with record.Record(settings, "train.py", 1) as kept:
-        kept.finish(1)
-    record.check_unfinished(settings)  # a failed one goes on
-    with record.Record(settings, "train.py", 1) as kept:
-        kept.finish(0)
-    with pytest.raises(ConfigError, match="run 'x' has finished: start it over with --fresh, or give another --name"):
-        record.check_unfinished(settings)
-    record.check_unfinished(settings.with_(fresh=True))
-
-
 def test_a_root_that_cannot_be_made(here):
     with pytest.raises(ConfigError, match=r"cannot make a run directory in root='train.py/r'"):
         record.Record(Settings(root="train.py/r"), "train.py", 1)

@@ -62,7 +62,7 @@ def _words(known: tuple[str, ...]) -> str:
 
 SETTINGS = (
     Flag("strategy", "NAME", names.strategy, f"how members agree: {', '.join(names.STRATEGIES)}"),
-    Flag("name", "NAME", names.run, "of the run; an unfinished run of that name goes on where it stopped"),
+    Flag("name", "NAME", names.run, "of the run; a run of that name goes on where it stopped"),
     Flag("root", "DIR", str, "where run directories live"),
     Flag("fresh", "", bool, "start over although the run has checkpoints"),
     Flag("seed", "N", whole(0), "of the shuffle and of each member's random states"),

@@ -18,7 +18,7 @@ from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import Parser, add_settings, settings_of, whole
 from paceline.core.errors import ConfigError
 from paceline.core.settings import NAMES
-from paceline.launch import cores, record
+from paceline.launch import cores
 from paceline.launch.local import Local, LocalJob, plan
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Outcome
@@ -48,7 +48,6 @@ def main(argv: list[str]) -> int:
     if given.dry_run:
         print(_dry_run(spec))
         return 0
-    record.check_unfinished(spec.settings)
     return _run(spec)
 
 

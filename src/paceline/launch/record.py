@@ -104,13 +104,6 @@ def is_running(directory: Path) -> bool:
     return False
 
 
-def check_unfinished(settings: Settings) -> None:
-    """ConfigError if the run that `settings` name has ended well: there is nothing to go on with."""
-    run = read(Path(settings.root, settings.name)) if settings.name else None
-    if run and run.exit_code == 0 and not settings.fresh:
-        raise ConfigError(f"run {settings.name!r} has finished: start it over with --fresh, or give another --name")
-
-
 def _lock(directory: Path) -> int:
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     for _ in range(20):  # `is_running` holds it for a moment
