@@ -35,7 +35,7 @@ class Parts(nn.Module):
         return torch.stack([(self.parts[i] * self.parts[i] * factor).sum() for i in used]).sum()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(
@@ -48,11 +48,18 @@ class Parts(nn.Module):
         max_size=4,
     ),
     bucket_kb=st.sampled_from([0.1, 1.0, 100.0]),
+    worth_keeping=st.sampled_from([1, 50, 16384]),
 )
 def test_mean_over_samples_for_any_use_of_parameters(
-    steps: list[tuple[list[int], list[int], int, int]], bucket_kb: float
+    steps: list[tuple[list[int], list[int], int, int]], bucket_kb: float, worth_keeping: int
 ) -> None:
     """Members use unlike parts of the model with unlike numbers of samples, in any order, step after step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.strategies.buckets._WORTH_KEEPING", worth_keeping)
+        _check_mean(steps, bucket_kb)
+
+
+def _check_mean(steps: list[tuple[list[int], list[int], int, int]], bucket_kb: float) -> None:
 
     def body(group: Group) -> list[list[torch.Tensor | None]]:
         model = Parts(6, seed=group.rank)  # the first member's weights win
@@ -110,9 +117,13 @@ def test_a_member_without_samples_adds_nothing_even_if_its_gradient_is_nan() -> 
         assert grad.tolist() == [[1.0, 1.0, 1.0]]
 
 
+@pytest.mark.parametrize("worth_keeping", [1, 16384])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_shared_parameter_in_two_checkpointed_segments(reentrant: bool) -> None:
+def test_shared_parameter_in_two_checkpointed_segments(
+    reentrant: bool, worth_keeping: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With reentrant checkpointing its gradient arrives twice in one pass, the second after its bucket has left."""
+    monkeypatch.setattr("paceline.strategies.buckets._WORTH_KEEPING", worth_keeping)
 
     class Model(nn.Module):
         def __init__(self) -> None:

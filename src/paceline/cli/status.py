@@ -52,7 +52,7 @@ def describe(directory: Path) -> list[str]:
     rows = [("rank", "state", "process", "epoch", "step", "doing")]
     for rank, (doing, state) in enumerate(zip(said, states)):
         pid = doing.pid if doing else run.members[rank] if rank < len(run.members) else 0
-        counts = (str(doing.epoch), str(doing.step)) if doing else ("-", "-")
+        counts = (str(doing.epoch + 1), str(doing.step)) if doing else ("-", "-")  # epochs from 1, as in progress
         what = _what(doing, state, run)
         if rank in waited_for:
             what += "  <- the others wait for this one"

@@ -1,7 +1,8 @@
 """What a member is doing right now, in a small file that others can read while the member is stuck.
 
 The file is mapped into memory, so that saying what one does costs a copy of a few bytes, and a reader needs
-nothing from the member: `paceline status RUN` works on a member that hangs or was killed.
+nothing from the member: `paceline status RUN` works on a member that hangs or was killed. A sequence number in
+front is odd while something is being written, so that a reader notices a record that is half old, half new.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import msgspec
 
 _HEAD = struct.Struct("<QQqqdH")  # sequence, pid, step, epoch, since, length of the text
 _SIZE = 512
+_SEQUENCE = struct.Struct("<Q").pack_into
+_PLACE = struct.Struct("<qqd").pack_into  # step, epoch, since
+_PLACE_AT = 16
+_TRIES = 1000  # of a reader, a tenth of a second in all
 
 
 class Doing(msgspec.Struct, frozen=True):
@@ -25,7 +30,7 @@ class Doing(msgspec.Struct, frozen=True):
     pid: int
     step: int
     epoch: int
-    since: float  # time.time() when it began
+    since: float  # time.time() when it began to do this, or when the last step ended if that was later
     what: str
 
     @property
@@ -60,26 +65,45 @@ class Status:
         if self._map is None:
             return
         text = what.encode()[: _SIZE - _HEAD.size]
-        self._sequence += 2  # odd while being written, so that a reader sees a torn record
-        self._map[:8] = struct.pack("<Q", self._sequence - 1)
+        self._sequence = sequence = self._sequence + 2
+        _SEQUENCE(self._map, 0, sequence - 1)
         self._map[_HEAD.size : _HEAD.size + len(text)] = text
-        head = _HEAD.pack(self._sequence - 1, os.getpid(), self.step, self.epoch, time.time(), len(text))
-        self._map[8 : _HEAD.size] = head[8:]
-        self._map[:8] = struct.pack("<Q", self._sequence)
+        _HEAD.pack_into(self._map, 0, sequence - 1, os.getpid(), self.step, self.epoch, time.time(), len(text))
+        _SEQUENCE(self._map, 0, sequence)
+
+    def at(self, step: int, epoch: int) -> None:
+        """A step has ended; costs about a microsecond, so that every step can say so."""
+        self.step, self.epoch = step, epoch
+        if self._map is None:
+            return
+        self._sequence = sequence = self._sequence + 2
+        _SEQUENCE(self._map, 0, sequence - 1)
+        _PLACE(self._map, _PLACE_AT, step, epoch, time.time())
+        _SEQUENCE(self._map, 0, sequence)
 
 
 def read(path: Path, rank: int) -> Doing | None:
     """What the member said last, or None where it has said nothing yet."""
-    for _ in range(100):
-        try:
-            data = path.read_bytes()
-        except OSError:
-            return None
-        if len(data) < _HEAD.size:
-            return None
-        sequence, pid, step, epoch, since, length = _HEAD.unpack_from(data)
-        if sequence and sequence % 2 == 0:
-            text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
-            return Doing(rank=rank, pid=pid, step=step, epoch=epoch, since=since, what=text)
-        time.sleep(0.001)
-    return None
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = _whole(file.fileno())
+    except OSError:
+        return None
+    if len(data) < _HEAD.size:
+        return None
+    sequence, pid, step, epoch, since, length = _HEAD.unpack_from(data)
+    if not sequence:
+        return None
+    text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
+    return Doing(rank=rank, pid=pid, step=step, epoch=epoch, since=since, what=text)
+
+
+def _whole(descriptor: int) -> bytes:
+    """The record, read when nobody wrote; that of a member that was killed while writing must do as it is."""
+    data = os.pread(descriptor, _SIZE, 0)
+    for _ in range(_TRIES):
+        if data[:1] and data[0] % 2 == 0 and os.pread(descriptor, 8, 0) == data[:8]:
+            break
+        time.sleep(0.0001)
+        data = os.pread(descriptor, _SIZE, 0)
+    return data

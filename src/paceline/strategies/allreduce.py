@@ -210,10 +210,21 @@ class _Engine:
             view.zero_()
         elif not grad.is_sparse and grad.data_ptr() == view.data_ptr():
             view.mul_(self._scale)
+        elif slot.own.stop and grad.is_contiguous() and grad.dtype == view.dtype:
+            self._keep(slot, grad.view(-1))
         else:
             torch.mul(_dense(grad), self._scale, out=view)
         slot.arrived = True
         p.grad = None
+
+    def _keep(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Copy what others sum; leave what this member sums where it is until then."""
+        bucket, start, own = slot.bucket, slot.start, slot.own
+        if own.start > start:
+            torch.mul(grad[: own.start - start], self._scale, out=bucket.flat[start : own.start])
+        if own.stop < start + grad.numel():
+            torch.mul(grad[own.stop - start :], self._scale, out=bucket.flat[own.stop : start + grad.numel()])
+        bucket.kept.append((own, grad[own.start - start : own.stop - start], self._scale))
 
     def _add(self, p: torch.Tensor, slot: Slot | None) -> None:
         """A gradient without a place: of a parameter that was frozen until now, or a second one in this pass, as of a
@@ -221,7 +232,9 @@ class _Engine:
         assert p.grad is not None
         part = _dense(p.grad.detach()) * self._scale if self._scale else torch.zeros_like(p.detach())
         p.grad = None
-        if slot is not None and self._layout and self._layout.buckets.index(slot.bucket) >= self._layout.launched:
+        layout = self._layout
+        waits = slot is not None and layout is not None and layout.buckets.index(slot.bucket) >= layout.launched
+        if slot is not None and waits and not slot.own.stop:
             slot.view.add_(part)
             return
         name = self._names[id(p)]

@@ -13,17 +13,18 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.transport.arena import Arena
+from paceline.transport.arena import Arena, Kept
 from paceline.transport.group import Group
 
 WEIGHT, LATE, BAD, WISH, MARKS = range(5)  # places in the control block
 _ALIGN_BYTES = 64
+_WORTH_KEEPING = 16384  # elements: for fewer, one more call costs more than the copy
 
 
 class Slot:
     """Where one parameter's gradient lies."""
 
-    __slots__ = ("arrived", "bucket", "index", "name", "parameter", "view")
+    __slots__ = ("arrived", "bucket", "index", "name", "own", "parameter", "start", "view")
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
         self.index = index
@@ -32,16 +33,19 @@ class Slot:
         self.arrived = False
         self.bucket: Bucket
         self.view: torch.Tensor
+        self.start = 0  # in the bucket
+        self.own = slice(0, 0)  # of the bucket: what of this slot the arena takes from where it lies
 
 
 class Bucket:
     """A run of slots that travel together."""
 
-    __slots__ = ("arena", "flat", "missing", "slots")
+    __slots__ = ("arena", "flat", "kept", "missing", "slots")
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.missing = 0
+        self.kept: list[Kept] = []
         self.flat: torch.Tensor
         self.arena: Arena
 
@@ -96,8 +100,13 @@ class Layout:
         total = numel + (num_control + num_buffered if bucket is self.tail else 0)
         bucket.flat = arena.memory[offset : offset + total * dtype.itemsize].view(dtype)
         at = 0
+        own = arena.own(bucket.flat)
         for slot in bucket.slots:
             slot.bucket = bucket
+            slot.start = at
+            first, last = max(own.start, at), min(own.stop, at + slot.parameter.numel())
+            if last - first >= _WORTH_KEEPING and slot.parameter.is_contiguous():
+                slot.own = slice(first, last)
             slot.view = _like(bucket.flat, at, slot.parameter)
             at += _padded(slot.parameter.numel())
         if bucket is self.tail:
@@ -121,7 +130,8 @@ class Layout:
             bucket = self.buckets[self.launched]
             if bucket.missing or (self.launched == last and not end):
                 break
-            bucket.arena.post(bucket.flat)
+            bucket.arena.post(bucket.flat, sorted(bucket.kept, key=lambda k: k[0].start))
+            bucket.kept = []
             self.launched += 1
 
 

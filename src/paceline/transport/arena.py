@@ -9,6 +9,9 @@ everything posted holds the sum and nobody reads this member's memory any more.
     RingArena     one member per host: a thread drives the ring while the training thread computes
     StagedArena   memory of a device, summed through another arena in host memory
 
+`own` tells which part of a slice this member will sum itself. What belongs there need not be copied in before posting:
+it may be handed over as `kept`, and is read where it lies when the sum is made. Of two members each saves half a copy.
+
 With `outer`, a SharedArena is the inner half of a hierarchy: the host's first member carries each sum to the other
 hosts' first members and publishes the result.
 """
@@ -18,18 +21,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 
-from paceline.core.errors import Interrupted
 from paceline.core.status import Status
 from paceline.transport.local import Links
 from paceline.transport.segment import DONE, POSTED, PUBLISHED, REDUCED, Lane
 
 _ALIGN = 16  # elements: parts begin at cache lines
+_NOTHING = slice(0, 0)
+
+Kept = tuple[slice, torch.Tensor, float]  # of a slice: what is to be there, and the factor it is still to be given
 
 
 class Arena(Protocol):
@@ -41,7 +46,8 @@ class Arena(Protocol):
     def sent_bytes(self) -> int: ...
     @property
     def waited_s(self) -> float: ...
-    def post(self, flat: torch.Tensor) -> None: ...
+    def own(self, flat: torch.Tensor) -> slice: ...
+    def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None: ...
     def progress(self) -> None: ...
     def wait(self) -> None: ...
     def close(self) -> None: ...
@@ -85,10 +91,12 @@ class _Operation:
     def __init__(self, lane: Lane, offset: int, flat: torch.Tensor, leader: int | None) -> None:
         size, me = len(lane.segments), lane.index
         theirs = [s.data[offset : offset + flat.nbytes].view(flat.dtype) for s in lane.segments]
-        per = -(-flat.numel() // (size * _ALIGN)) * _ALIGN
-        cuts = [slice(min(j * per, flat.numel()), min((j + 1) * per, flat.numel())) for j in range(size)]
+        cuts = [_part(flat.numel(), j, size) for j in range(size)]
         self.flat = flat
+        self.kept: Sequence[Kept] = ()
+        self.start = cuts[me].start
         self.out = flat[cuts[me]]
+        self.theirs = theirs[1 - me] if size == 2 else None
         self.terms = [t[cuts[me]] for t in theirs]
         self.copies = [(flat[cuts[j]], theirs[j][cuts[j]]) for j in range(size) if j != me]
         self.copies = [(to, of) for to, of in self.copies if to.numel()]
@@ -96,8 +104,14 @@ class _Operation:
 
     def sum(self, scratch: torch.Tensor) -> None:
         """Add everyone's part in the order of ranks, block by block so that partial sums stay in the cache."""
-        if len(self.terms) == 2:
-            torch.add(self.terms[0], self.terms[1], out=self.out)
+        if self.theirs is not None:
+            done = 0
+            for span, piece, factor in self.kept:
+                self._add_two(slice(done, span.start - self.start))
+                torch.add(self.theirs[span], piece, alpha=factor, out=self.flat[span])
+                done = span.stop - self.start
+            self._add_two(slice(done, self.out.numel()))
+            self.kept = ()
             return
         block = scratch.nbytes // self.out.element_size()
         partial = scratch.view(self.out.dtype)
@@ -108,6 +122,10 @@ class _Operation:
             for term in self.terms[2:]:
                 total.add_(term[at])
             self.out[at].copy_(total)
+
+    def _add_two(self, at: slice) -> None:
+        if at.stop > at.start:
+            torch.add(self.terms[0][at], self.terms[1][at], out=self.out[at])
 
     def gather(self) -> None:
         for to, of in self.copies:
@@ -153,11 +171,16 @@ class SharedArena:
     def waited_s(self) -> float:
         return self._lane.waited_s
 
-    def post(self, flat: torch.Tensor) -> None:
+    def own(self, flat: torch.Tensor) -> slice:
+        size = len(self._lane.ranks)
+        return _part(flat.numel(), self._lane.index, size) if size == 2 else _NOTHING
+
+    def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
         offset = flat.data_ptr() - self._base
         key = (offset, flat.numel(), flat.dtype)
         if key not in self._known:
             self._known[key] = _Operation(self._lane, offset, flat, 0 if self._hierarchical else None)
+        self._known[key].kept = kept
         self._queue.append(self._known[key])
         self._lane.own.raise_to(POSTED, self._start + len(self._queue))
         self._sent_bytes += flat.nbytes - flat.nbytes // len(self._lane.ranks)
@@ -258,8 +281,11 @@ class Background:
     def sent_bytes(self) -> int:
         return self._inner.sent_bytes
 
-    def post(self, flat: torch.Tensor) -> None:
-        self._inner.post(flat)
+    def own(self, flat: torch.Tensor) -> slice:
+        return self._inner.own(flat)
+
+    def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
+        self._inner.post(flat, kept)
         self._carried.append(self._courier.submit(flat))
 
     def progress(self) -> None:
@@ -295,7 +321,11 @@ class RingArena:
         self.waited_s = 0.0
         self.sent_bytes = 0  # counted by the ring
 
-    def post(self, flat: torch.Tensor) -> None:
+    def own(self, flat: torch.Tensor) -> slice:
+        return _NOTHING
+
+    def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
+        assert not kept
         self._carried.append(self._courier.submit(flat))
 
     def progress(self) -> None:
@@ -331,7 +361,11 @@ class StagedArena:
     def waited_s(self) -> float:
         return self._inner.waited_s
 
-    def post(self, flat: torch.Tensor) -> None:
+    def own(self, flat: torch.Tensor) -> slice:
+        return _NOTHING
+
+    def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
+        assert not kept
         offset = flat.data_ptr() - self._base
         host = self._inner.memory[offset : offset + flat.nbytes].view(flat.dtype)
         host.copy_(flat)
@@ -351,4 +385,10 @@ class StagedArena:
         self._inner.close()
 
 
-__all__ = ["Arena", "Courier", "Interrupted", "RingArena", "SharedArena", "StagedArena"]
+def _part(numel: int, index: int, size: int) -> slice:
+    """What the member at `index` sums of a slice."""
+    per = -(-numel // (size * _ALIGN)) * _ALIGN
+    return slice(min(index * per, numel), min((index + 1) * per, numel))
+
+
+__all__ = ["Arena", "Background", "Kept", "RingArena", "SharedArena", "StagedArena"]

@@ -23,6 +23,7 @@ from paceline.transport.segment import DONE, POSTED, REDUCED, Lane
 
 _SLOTS = 3
 _BLOCK_BYTES = 2 << 20
+_PAIR_BYTES = 512 << 10
 _ALIGN = 64
 
 
@@ -46,6 +47,9 @@ class Shared:
         """Sum over the members, in place."""
         if not flat.numel():
             return
+        if self.size == 2:
+            self._add_the_others(flat)
+            return
         block = self._chunk // flat.element_size() * self.size
         blocks = [flat[i : i + block] for i in range(0, flat.numel(), block)]
         parts = [self._parts(b) for b in blocks]
@@ -60,6 +64,32 @@ class Shared:
         self._gather(first + len(parts) - 1, parts[-1])
         self._round += len(parts)
         self.sent_bytes += flat.nbytes - flat.nbytes // self.size + flat.nbytes // self.size * (self.size - 1)
+
+    def _add_the_others(self, flat: torch.Tensor) -> None:
+        """Of two members each adds the other's block to its own: fewer waits, and a + b is b + a to the last bit."""
+        other = 1 - self._me
+        step = _PAIR_BYTES // flat.element_size()
+        starts = range(0, flat.numel(), step)
+
+        def add(i: int) -> None:
+            mine = flat[starts[i] : starts[i] + step]
+            k = self._round + i
+            self._lane.wait(POSTED, k + 1)
+            mine.add_(self._slot_of(other, k, flat.dtype).view(-1)[: mine.numel()])
+            self._lane.own.raise_to(DONE, k + 1)
+
+        for i, start in enumerate(starts):
+            k = self._round + i
+            mine = flat[start : start + step]
+            self._lane.wait(DONE, k + 1 - _SLOTS)
+            self._slot_of(self._me, k, flat.dtype).view(-1)[: mine.numel()].copy_(mine)
+            self._lane.own.raise_to(POSTED, k + 1)
+            if i:
+                add(i - 1)
+        add(len(starts) - 1)
+        self._round += len(starts)
+        self._lane.own.raise_to(REDUCED, self._round)
+        self.sent_bytes += flat.nbytes
 
     def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """`out`, of size times the elements, gets everyone's `flat` in the order of ranks."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.core.errors import ConfigError, Interrupted
-from paceline.transport.arena import Arena
+from paceline.transport.arena import Arena, Kept
 from paceline.transport.group import Group
 from paceline.transport.wires import Wires
 
@@ -87,7 +87,10 @@ class _TorchArena:
         self.waited_s = 0.0
         self.sent_bytes = 0
 
-    def post(self, flat: torch.Tensor) -> None:
+    def own(self, flat: torch.Tensor) -> slice:
+        return slice(0, 0)
+
+    def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
         work = dist.all_reduce(flat, async_op=True)
         if work is not None:
             self._works.append(work)
