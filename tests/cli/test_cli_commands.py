@@ -122,8 +122,8 @@ def test_status_of_members_alive_hung_and_dead(tmp_path, monkeypatch):
         lines = paceline("status", "x").stdout.splitlines()
         assert re.match(rf"runs/x: running for .* \(launcher: process {os.getpid()}\), 3 members", lines[0])
         assert lines[1].split() == ["rank", "state", "process", "epoch", "step", "doing"]
-        zero = rf" *0 +alive +{running.pid(0)} +3 +40 +waiting for member 1 \(gradients\), for \d+\.\d s"
-        one = rf" *1 +alive +{running.pid(1)} +3 +41 +computing, for \d+\.\d s  <- the others wait for this one"
+        zero = rf" *0 +alive +{running.pid(0)} +4 +40 +waiting for member 1 \(gradients\), for \d+\.\d s"
+        one = rf" *1 +alive +{running.pid(1)} +4 +41 +computing, for \d+\.\d s  <- the others wait for this one"
         assert re.fullmatch(zero, lines[2])
         assert re.fullmatch(one, lines[3])
         assert re.fullmatch(rf" *2 +alive +{running.pid(2)} +- +- +starting: has not joined", lines[4])

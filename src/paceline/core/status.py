@@ -17,7 +17,8 @@ import msgspec
 
 _HEAD = struct.Struct("<QQqqdH")  # sequence, pid, step, epoch, since, length of the text
 _SIZE = 512
-_SEQUENCE = struct.Struct("<Q").pack_into
+_BODY = struct.Struct("<QqqdH").pack_into  # the head after the sequence
+_BODY_AT = 8
 _PLACE = struct.Struct("<qqd").pack_into  # step, epoch, since
 _PLACE_AT = 16
 _TRIES = 1000  # of a reader, a tenth of a second in all
@@ -55,9 +56,12 @@ class Status:
         self._map: mmap.mmap | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # a new file: cutting the old one short would kill whoever still maps it
             with path.open("w+b") as file:
                 file.truncate(_SIZE)
                 self._map = mmap.mmap(file.fileno(), _SIZE)
+                # One store of eight bytes: pack_into would make the number 0 for a moment.
+                self._sequences = memoryview(self._map).cast("Q")
         self.set("starting")
 
     def set(self, what: str) -> None:
@@ -66,10 +70,10 @@ class Status:
             return
         text = what.encode()[: _SIZE - _HEAD.size]
         self._sequence = sequence = self._sequence + 2
-        _SEQUENCE(self._map, 0, sequence - 1)
+        self._sequences[0] = sequence - 1
         self._map[_HEAD.size : _HEAD.size + len(text)] = text
-        _HEAD.pack_into(self._map, 0, sequence - 1, os.getpid(), self.step, self.epoch, time.time(), len(text))
-        _SEQUENCE(self._map, 0, sequence)
+        _BODY(self._map, _BODY_AT, os.getpid(), self.step, self.epoch, time.time(), len(text))
+        self._sequences[0] = sequence
 
     def at(self, step: int, epoch: int) -> None:
         """A step has ended; costs about a microsecond, so that every step can say so."""
@@ -77,9 +81,9 @@ class Status:
         if self._map is None:
             return
         self._sequence = sequence = self._sequence + 2
-        _SEQUENCE(self._map, 0, sequence - 1)
+        self._sequences[0] = sequence - 1
         _PLACE(self._map, _PLACE_AT, step, epoch, time.time())
-        _SEQUENCE(self._map, 0, sequence)
+        self._sequences[0] = sequence
 
 
 def read(path: Path, rank: int) -> Doing | None:
