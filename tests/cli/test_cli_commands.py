@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 from paceline.cli import checks, flags
 from paceline.cli.status import describe
 from paceline.core.settings import NAMES, Settings
+from paceline.core.status import Status
 from paceline.testing.cluster import Cluster
 
 PACELINE = [sys.executable, "-m", "paceline"]
@@ -153,6 +155,78 @@ def test_status_of_a_run_whose_launcher_was_killed(tmp_path):
     assert "not running: its launcher was killed" in done.stdout
 
 
+ALONE = """
+    import sys
+    from paceline.core.settings import Settings
+    from paceline.train.join import join
+    run = join(name="solo", progress="off")
+    print("joined", flush=True)
+    if sys.stdin.readline() == "fail\\n":
+        raise ValueError("no")
+"""
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """Starts a script without `paceline run`; what it is told decides how it ends."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(textwrap.dedent(ALONE))
+    started = []
+
+    def start(*command):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen([sys.executable, *command, "train.py"], **pipes, text=True))
+        while "joined" not in (line := started[-1].stdout.readline()):
+            assert line, started[-1].stderr.read()
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_status_of_a_run_that_was_started_without_a_launcher(alone):
+    one = alone()
+    lines = paceline("status").stdout.splitlines()
+    assert re.fullmatch(r"runs/solo: running for \d+\.\d s \(not by paceline run\), 1 member", lines[0])
+    assert re.fullmatch(rf" *0 +alive +{one.pid} +1 +0 +\w+, for \d+\.\d s", lines[2])
+    one.communicate("end\n")
+    assert re.match(r"runs/solo: finished after .* ago, 1 member", describe(Path("runs/solo"))[0])
+    assert re.match(r"solo +1 member +finished after", paceline("status", "--all").stdout)
+
+    # Started by paceline run, and again without it: what the launcher wrote is of the time before.
+    Cluster(2).run("pass", settings=Settings(root="runs/", name="solo"))
+    assert re.match(r"runs/solo: finished after .*, 2 members", describe(Path("runs/solo"))[0])
+    again = alone()
+    assert "(not by paceline run), 1 member" in describe(Path("runs/solo"))[0]
+    again.communicate("fail\n")
+    lines = describe(Path("runs/solo"))
+    assert re.match(r"runs/solo: failed after .* ago, 1 member", lines[0])
+    assert re.search(r"gone .* last: failed: ValueError: no, ", lines[2])
+    killed = alone()
+    killed.kill()
+    killed.wait()
+    assert describe(Path("runs/solo"))[0] == "runs/solo: not running: its members were killed, 1 member"
+
+
+def test_status_of_a_run_under_torchrun(alone):
+    stale = Path("runs/solo/status/rank-5")
+    Status(stale).set("training")  # of a start with more members
+    launcher = alone("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    lines = paceline("status").stdout.splitlines()
+    assert "(not by paceline run), 2 members" in lines[0]
+    assert [line.split()[:2] for line in lines[2:]] == [["0", "alive"], ["1", "alive"]]
+    launcher.terminate()
+
+
+def test_a_member_on_another_host_is_elsewhere(tmp_path):
+    Status(tmp_path / "status/rank-0", "far-away").set("training")
+    lines = describe(tmp_path)
+    assert "on other hosts, 1 member" in lines[0]
+    assert re.search(r"0 +elsewhere .* training, for", lines[2])
+
+
 def test_status_of_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "there are no runs in 'runs'" in paceline("status").stderr
@@ -164,7 +238,6 @@ def test_status_of_nothing(tmp_path, monkeypatch):
 def test_a_process_number_that_was_given_to_another_is_not_alive(tmp_path):
     run = tmp_path / "x"
     (run / "status").mkdir(parents=True)
-    from paceline.core.status import Status
     from paceline.environment import this_host
 
     Status(run / "status/rank-0").set("computing")

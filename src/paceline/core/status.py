@@ -17,6 +17,7 @@ import msgspec
 
 _HEAD = struct.Struct("<QQqqdH")  # sequence, pid, step, epoch, since, length of the text
 _SIZE = 512
+_HOST_AT = 384  # to the end
 _BODY = struct.Struct("<QqqdH").pack_into  # the head after the sequence
 _BODY_AT = 8
 _PLACE = struct.Struct("<qqd").pack_into  # step, epoch, since
@@ -33,23 +34,13 @@ class Doing(msgspec.Struct, frozen=True):
     epoch: int
     since: float  # time.time() when it began to do this, or when the last step ended if that was later
     what: str
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process exists (only meaningful on the member's own host)."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
+    host: str = ""  # on which it runs, where it said so
 
 
 class Status:
-    """The writing side: `status.set("waiting for member 3")`."""
+    """The writing side: `status.set("waiting for member 3")`. `host` tells readers whether they can see the process."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, host: str = "") -> None:
         self.step = 0
         self.epoch = 0
         self._sequence = 0
@@ -62,13 +53,14 @@ class Status:
                 self._map = mmap.mmap(file.fileno(), _SIZE)
                 # One store of eight bytes: pack_into would make the number 0 for a moment.
                 self._sequences = memoryview(self._map).cast("Q")
+                self._map[_HOST_AT:] = host.encode()[: _SIZE - _HOST_AT].ljust(_SIZE - _HOST_AT, b"\0")
         self.set("starting")
 
     def set(self, what: str) -> None:
         self.what = what
         if self._map is None:
             return
-        text = what.encode()[: _SIZE - _HEAD.size]
+        text = what.encode()[: _HOST_AT - _HEAD.size]
         self._sequence = sequence = self._sequence + 2
         self._sequences[0] = sequence - 1
         self._map[_HEAD.size : _HEAD.size + len(text)] = text
@@ -99,7 +91,8 @@ def read(path: Path, rank: int) -> Doing | None:
     if not sequence:
         return None
     text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
-    return Doing(rank=rank, pid=pid, step=step, epoch=epoch, since=since, what=text)
+    host = data[_HOST_AT:].rstrip(b"\0").decode(errors="replace")
+    return Doing(rank=rank, pid=pid, step=step, epoch=epoch, since=since, what=text, host=host)
 
 
 def _whole(descriptor: int) -> bytes:

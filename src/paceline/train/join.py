@@ -58,8 +58,11 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     if isinstance(strategy, str):
         settings["strategy"] = strategy
     asked = Settings().with_(**settings)
-    if not asked.name and place.kind != "paceline" and place.rank == 0:
-        asked = asked.with_(name=make_directory(Path(asked.root), "", script).name)
+    if place.kind != "paceline" and place.rank == 0:
+        if not asked.name:
+            asked = asked.with_(name=make_directory(Path(asked.root), "", script).name)
+        for old in Path(asked.root, asked.name, "status").glob("rank-*"):  # of members that are gone
+            old.unlink(missing_ok=True)
     wires: list[Wires] = []
 
     def describe(token: str) -> Member:
@@ -74,7 +77,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     device = _device(agreed.device, place)
     own = strategy is not None and not isinstance(strategy, str) and "strategy" not in agreed.pinned
     chosen = make_strategy(strategy if own else agreed.strategy)
-    status = Status(directory / "status" / f"rank-{place.rank}")
+    status = Status(directory / "status" / f"rank-{place.rank}", place.host)
     group = solo()
     if wires:
         status.set("connecting")
