@@ -210,6 +210,23 @@ def test_a_reader_that_neither_reads_nor_goes_away():
 def test_a_script_that_never_joins_is_a_plain_script():
     done = run("-n", "2", write("print('plain')"))
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] plain", "[1] plain"])
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("paceline: the script never called paceline.join(), so 2 independent copies of it ran")
+    assert "never called" not in run("-n", "1", "train.py").stderr  # one copy is what was asked for
+    assert "never called" not in run("-n", "2", write("import sys; sys.exit(3)")).stderr
+
+
+def test_a_script_that_joins_is_not_told_to():
+    source = """
+        import os
+        from paceline.core.view import Member
+        from paceline.environment import detect
+        from paceline.membership import meet
+        place = detect()
+        meet(place, Member(rank=place.rank, host=place.host, pid=os.getpid()))
+    """
+    done = run("-n", "2", write(source))
+    assert (done.returncode, "never called" in done.stderr) == (0, False)
 
 
 TRAINS = """

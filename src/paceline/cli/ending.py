@@ -48,6 +48,14 @@ def stopped(number: int, directory: Path, again: list[str]) -> str:
     return f"stopped by {why}; to go on: {shlex.join(again)}\n  the run's files: {directory}"
 
 
+def never_joined(num_members: int) -> str:
+    """What to say of a script that ended well without `paceline.join()`."""
+    return (
+        f"the script never called paceline.join(), so {num_members} independent copies of it ran; to train together, "
+        f"add run = paceline.join(), run.optimizer(optimizer, model) and run.loader(dataset, batch_size)"
+    )
+
+
 def exit_text(code: int) -> str:
     """
     >>> exit_text(3), exit_text(-9)

@@ -159,6 +159,8 @@ def _say_how_it_ended(spec: JobSpec, job: LocalJob, outcome: Outcome, display: D
         display.say(ending.stopped(outcome.stopped_by, _short(job.dir), ["paceline", *args]))
     elif first := outcome.first_failed:
         display.say(ending.failure(outcome, first, logs))
+    elif spec.num_members > 1 and not job.met:
+        display.say(ending.never_joined(spec.num_members))
 
 
 def _short(path: Path) -> Path:

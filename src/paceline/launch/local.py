@@ -100,6 +100,11 @@ class LocalJob:
         """The members' process numbers, by rank; empty until all are started."""
         return self._pids
 
+    @property
+    def met(self) -> bool:
+        """Whether the members have come to the rendezvous: a script that never joins is as many plain scripts."""
+        return bool(self._rendezvous.arrived())
+
     def logs(self) -> dict[int, Path]:
         return {rank: self.dir / "logs" / f"rank-{rank}.log" for rank in range(self._size)}
 
