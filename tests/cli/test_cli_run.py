@@ -286,6 +286,13 @@ def test_more_members_than_cores_warns():
         (["-n", "2", "--strategy", "alreduce", "train.py"], "unknown strategy 'alreduce': did you mean 'allreduce'?"),
         (["-n", "2", "--startegy=allreduce", "train.py"], "unknown option '--startegy': did you mean '--strategy'?"),
         (["-n", "2", "-x", "train.py"], "unknown option '-x'"),
+        (["-n", "2", "--strategy", "allreduce(bucket=8)", "train.py"], "did you mean 'bucket_mb'?"),
+        (["-n", "2", "--strategy", "allreduce(bucket_mb=0)", "train.py"], "must be more than 0"),
+        pytest.param(
+            ["-n", "2", "--device", "cuda:1", "train.py"],
+            "device 'cuda:1' was asked for, but this host shows no GPU",
+            marks=pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia*"))), reason="this host has a GPU"),
+        ),
         (["-n", "2", "--device", "gpu", "train.py"], "unknown device 'gpu': did you mean 'cpu'?"),
         (["-n", "2", "--transport", "mpi", "train.py"], "unknown transport 'mpi'"),
         (["-n", "2", "--seed", "x", "train.py"], "--seed: 'x' is not a whole number of at least 0"),

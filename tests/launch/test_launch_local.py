@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
-from paceline.launch import cores, names, record, script
+from paceline.launch import beforehand, cores, names, record, script
 from paceline.launch.local import plan
 from paceline.launch.spec import JobSpec
 
@@ -115,6 +115,19 @@ def test_scripts_that_can(here):
         assert script.command(name, (), module=True, python="python", cwd=here) == ("python", "-m", name)
     with pytest.raises(ConfigError, match="there is no module 'nosuch'"):
         script.command("nosuch.train", (), module=True, python="python", cwd=here)
+
+
+def test_a_gpu_is_asked_for_only_where_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for device in ("auto", "cpu"):
+        beforehand.check_device(device, tmp_path)
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError, match=rf"device '{device}' was asked for, .*Use --device cpu"):
+            beforehand.check_device(device, tmp_path)
+    (tmp_path / "nvidia-smi").touch(0o755)
+    beforehand.check_device("cuda", tmp_path)
+    (tmp_path / "nvidia-smi").rename(tmp_path / "nvidia0")
+    beforehand.check_device("cuda", tmp_path)
 
 
 @pytest.mark.parametrize("num_members", [0, -1])

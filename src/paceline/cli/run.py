@@ -18,7 +18,7 @@ from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import Parser, add_settings, settings_of, whole
 from paceline.core.errors import ConfigError
 from paceline.core.settings import NAMES
-from paceline.launch import cores
+from paceline.launch import beforehand, cores
 from paceline.launch.local import Local, LocalJob, plan
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Outcome
@@ -45,8 +45,10 @@ def main(argv: list[str]) -> int:
     if given.members is None:
         raise ConfigError(_no_members(rest))
     spec = _spec(given, rest)
+    shown = _dry_run(spec)  # also finds out whether the script can be started
+    beforehand.check(spec.settings)
     if given.dry_run:
-        print(_dry_run(spec))
+        print(shown)
         return 0
     return _run(spec)
 

@@ -19,7 +19,7 @@ _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]*")
 
 
 def strategy(text: str) -> str:
-    """`text`, if it begins with the name of a strategy; its arguments are checked when the strategy is made.
+    """`text`, if it begins with the name of a strategy; for its options see `beforehand`.
 
     >>> strategy("allreduce")
     'allreduce'

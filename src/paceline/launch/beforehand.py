@@ -1,0 +1,36 @@
+"""What can be known to go wrong before anything is started, so that it costs one line and no run directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+from paceline.core.settings import Settings
+
+# Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
+_GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
+
+
+def check(settings: Settings) -> None:
+    """ConfigError where members of these settings could not begin to train on this host."""
+    check_strategy(settings.strategy)
+    check_device(settings.device)
+
+
+def check_strategy(text: str) -> None:
+    """Make the strategy once. Its name alone is checked by `names`; only options are worth importing torch for."""
+    if "(" in text:
+        from paceline.strategies import make_strategy
+
+        make_strategy(text)
+
+
+def check_device(device: str, dev: Path = Path("/dev")) -> None:
+    """Refuse a GPU where there is no sign of one; which there are only torch knows, in the members."""
+    if not device.startswith("cuda") or any(any(dev.glob(name)) for name in _GPUS) or shutil.which("nvidia-smi"):
+        return
+    raise ConfigError(
+        f"device {device!r} was asked for, but this host shows no GPU: there is no /dev/nvidia* and no nvidia-smi. "
+        f"Use --device cpu, or install the driver; in a container, pass the GPU on (docker run --gpus all)"
+    )
