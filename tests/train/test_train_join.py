@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
+
+import paceline
+from paceline.core import status
+from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.testing.cluster import Cluster
 
@@ -38,3 +44,33 @@ def test_a_name_that_the_script_cannot_give_is_said_once(tmp_path: Path) -> None
     (member,) = Cluster(1).run(script, settings=Settings(root=str(tmp_path), name="mine"))
     assert "join(root" in member.output
     assert "join(name" not in member.output
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transport": "glo"}, "unknown transport 'glo': did you mean 'gloo'?"),
+        ({"progress": "of"}, "unknown progress 'of': did you mean 'off'?"),
+        ({"strategy": "allreduce(bucket=1)"}, "strategy 'allreduce' has no option 'bucket': did you mean 'bucket_mb'?"),
+    ],
+)
+def test_unknown_words_are_refused_alone_too(settings: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        paceline.join(root=str(tmp_path / "runs"), **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_has_joined_prepares(tmp_path: Path) -> None:
+    with paceline.join(root=str(tmp_path), name="run", progress="off"):
+        doing = status.read(tmp_path / "run/status/rank-0", 0)
+        assert doing
+        assert doing.what == "preparing"
+    script = """
+        import paceline
+        from paceline.core import status
+        run = paceline.join()
+        print(status.read(run.dir / "status" / f"rank-{run.rank}", run.rank).what)
+    """
+    assert [member.output for member in Cluster(2).run(script, settings=Settings(progress="off"))] == [
+        "preparing\n"
+    ] * 2

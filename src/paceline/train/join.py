@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.core.directory import make_directory
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
 from paceline.core.settings import Settings
 from paceline.core.status import Status
@@ -24,7 +24,7 @@ from paceline.environment import Place, detect
 from paceline.membership import meet
 from paceline.strategies import Strategy, make_strategy
 from paceline.train.ending import Ending
-from paceline.train.progress import make_progress
+from paceline.train.progress import MODES, make_progress
 from paceline.train.run import Run
 from paceline.train.tensorboard import tensorboard_sink
 from paceline.transport.group import Group, solo
@@ -58,6 +58,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     if isinstance(strategy, str):
         settings["strategy"] = strategy
     asked = Settings().with_(**settings)
+    _check_words(asked)  # before a directory is made
     if place.kind != "paceline" and place.rank == 0:
         if not asked.name:
             asked = asked.with_(name=make_directory(Path(asked.root), "", script).name)
@@ -73,6 +74,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
 
     meeting = meet(place, describe, asked)
     agreed = _merge(meeting.settings, settings, place)
+    _check_words(agreed)
     directory = Path(agreed.root) / agreed.name
     device = _device(agreed.device, place)
     own = strategy is not None and not isinstance(strategy, str) and "strategy" not in agreed.pinned
@@ -83,6 +85,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         status.set("connecting")
         wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status)
         group = _form(wires[0], agreed.transport, device)
+    status.set("preparing")
 
     events, closers = _events(directory, agreed, place.rank)
     ending = Ending(
@@ -133,9 +136,14 @@ def _without_effect(given: dict[str, Any], agreed: Settings) -> list[str]:
     ]
 
 
+def _check_words(settings: Settings) -> None:
+    for kind, known in {"transport": TRANSPORTS, "progress": MODES}.items():
+        if (word := getattr(settings, kind)) not in known:
+            raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
+    make_strategy(settings.strategy)
+
+
 def _form(wires: Wires, transport: str, device: torch.device) -> Group:
-    if transport not in TRANSPORTS:
-        raise ConfigError(f"unknown transport {transport!r}: known are {', '.join(TRANSPORTS)}")
     ranks = range(wires.view.size)
     if transport in ("gloo", "nccl"):
         return TorchGroup(wires, ranks, transport, device if transport == "nccl" else torch.device("cpu"))
