@@ -311,3 +311,24 @@ def test_workers_that_do_nothing_are_named() -> None:
     loader = Loader(TensorDataset(torch.arange(4)), batch_size=2, workers=2, on_note=notes.append)
     assert len(list(loader)) == 2
     assert "workers has no effect" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("num_workers", "use workers="),
+        ("prefetch_factor", "use prefetch="),
+        ("collate_fn", "use collate="),
+        ("sampler", "use partition="),
+        ("batch_sampler", "use batch_size="),
+        ("pin_memory", "leave it out, batches are copied to run.device"),
+        ("shufle", "did you mean 'shuffle'?"),
+        ("worker", "did you mean 'workers'?"),
+        ("xyz", "known: 'collate', 'drop_last'"),
+    ],
+)
+def test_an_option_of_torch_or_of_nobody_is_named(option: str, said: str) -> None:
+    options: dict[str, Any] = {option: 1}
+    with pytest.raises(ConfigError) as caught:
+        Loader(torch.arange(4), batch_size=2, **options)
+    assert str(caught.value).startswith(f"the loader has no option {option!r}: {said}")

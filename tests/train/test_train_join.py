@@ -74,3 +74,10 @@ def test_who_has_joined_prepares(tmp_path: Path) -> None:
     assert [member.output for member in Cluster(2).run(script, settings=Settings(progress="off"))] == [
         "preparing\n"
     ] * 2
+
+
+def test_a_loader_asked_for_in_torchs_words_says_ours(tmp_path: Path) -> None:
+    with paceline.join(root=str(tmp_path), name="run", progress="off") as run:
+        for ask in (run.loader, lambda *args, **options: run.evaluate(lambda x: {}, *args, **options)):
+            with pytest.raises(ConfigError, match="the loader has no option 'num_workers': use workers="):
+                ask([1, 2, 3], 2, num_workers=2)

@@ -15,17 +15,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from operator import index
-from typing import Any
+from typing import Any, Never
 
 import torch
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
 from paceline.data.batches import Batches
 from paceline.data.fetch import Collate
 from paceline.data.files import Agree
 from paceline.data.partition import ByFile, Partition
 from paceline.data.randomness import mix
 from paceline.data.source import Feed, Terms, source_of
+
+_OPTIONS = ("collate", "drop_last", "pad", "partition", "prefetch", "seed", "shuffle", "workers")
+_TORCH = {  # what a torch DataLoader calls things
+    "num_workers": "use workers=",
+    "prefetch_factor": "use prefetch=, the number of batches that all workers together fetch ahead",
+    "collate_fn": "use collate=",
+    "sampler": "use partition= for who gets which samples, and shuffle= for their order",
+    "batch_sampler": "use batch_size= and drop_last=, and partition= for who gets which samples",
+    "generator": "use seed=",
+    "worker_init_fn": "leave it out, what a worker draws follows from seed=; open files in the dataset's first access",
+    "pin_memory": "leave it out, batches are copied to run.device ahead of use by themselves",
+    "persistent_workers": "leave it out, workers live as long as one iteration",
+}
 
 
 class Loader:
@@ -71,7 +84,11 @@ class Loader:
         before: Callable[[], None] | None = None,
         draw: Callable[[int, int], None] | None = None,
         on_note: Callable[[str], None] | None = None,
+        **unknown: Never,
     ) -> None:
+        for option in unknown:
+            known = _TORCH.get(option) or nearest(option, _OPTIONS)
+            raise ConfigError(f"the loader has no option {option!r}: {known}")
         for name, value in {"workers": workers, "prefetch": prefetch}.items():
             if value < 0:
                 raise ConfigError(f"{name}={value}: must be 0 or more")
