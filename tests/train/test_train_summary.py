@@ -64,9 +64,25 @@ def test_even_members_have_no_slowest() -> None:
     ("members", "said"),
     [
         ([member(0, 0, 5, 5), member(1, 0, 9, 1)], ""),  # 30% exactly
-        ([member(0, 0, 4, 6), member(1, 0, 9, 1)], "wait 35% of the time for member 1, which is busy 2.2x"),
+        (
+            [member(0, 0, 4, 6), member(1, 0, 9, 1)],
+            "members wait 35% of the time for member 1, which is busy 2.2x as long as the others: does only that one",
+        ),
+        (
+            [member(0, 0, 4, 6), member(1, 0, 9, 1, host="b")],
+            "which is busy 2.2x as long as the others: give it a faster or less loaded host",
+        ),
+        (  # its neighbour on the same host is quick, so the host is not to blame
+            [member(0, 0, 4, 6), member(1, 0, 4, 6, host="b"), member(2, 0, 9, 1, host="b")],
+            "for member 2, which is busy 2.2x as long as the others: does only that one",
+        ),
+        (  # its neighbour is as slow
+            [member(0, 0, 4, 6), member(1, 0, 4, 6), member(2, 0, 9, 1, host="b"), member(3, 0, 8.5, 1.5, host="b")],
+            "for member 2, which is busy 1.6x as long as the others: give it a faster or less loaded host",
+        ),
         ([member(0, 0, 2, 8), member(1, 8, 2, 0)], "for member 1, whose data comes late"),
-        ([member(0, 0, 5, 5), member(1, 0, 5, 5)], "wait 50% of the time, for the exchange"),
+        ([member(0, 0, 5, 5), member(1, 0, 5, 5)], "wait 50% of the time, for the exchange and not for one of them"),
+        ([member(0, 0, 5, 5), member(1, 0, 6, 4, host="b")], "for the exchange and not for one of them"),  # 1.2x
         ([member(0, 3, 7, 0), member(1, 3, 7, 0)], "30% of the time goes into waiting for data: raise workers"),
         ([member(0, 2, 8, 0)], ""),  # 20% exactly
         ([member(0, 0, 4, 6)], ""),  # nobody else to wait for
@@ -76,6 +92,25 @@ def test_advice(members: list[dict[str, Any]], said: str) -> None:
     advice = summarise(end(*members)).advice
     assert said in advice
     assert bool(said) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        (  # not the host's fault, although there are two
+            [member(0, 0, 4, 6), member(1, 0, 9, 1, host="b")],
+            "members wait 35% of the time: steps of 4 ms leave little to compute between two exchanges; larger "
+            "batches or fewer members would pay",
+        ),
+        ([member(0, 3, 7, 0)], "30% of the time goes into fetching data for steps of 4 ms: larger batches"),
+        ([member(0, 1, 9, 0), member(1, 1, 9, 0)], ""),
+    ],
+)
+def test_advice_on_short_steps(members: list[dict[str, Any]], said: str) -> None:
+    advice = summarise(end(*members, step=2520), START).advice  # 2500 of them now, 20 before
+    assert said in advice
+    assert bool(said) == bool(advice)
+    assert "ms" not in summarise(end(*members, step=1020), START | {"resumed_step": 20}).advice  # 10 ms each
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from paceline.train import figures
 
 WAIT_LIMIT = 0.30  # shares of the time above which something is worth saying
 DATA_LIMIT = 0.20
-_SLOWER = 1.10  # how much busier than the others a member must be for them to wait for it
+_SLOWER = 1.25  # how much busier than the others a member must be for them to wait for it, and not for chance
+_SHORT_S = 0.005  # a step that is over sooner spends much of its time on meeting, whoever is slow
 _EVEN = 1.02  # below which no member is called the slowest
 
 
@@ -208,15 +209,39 @@ def _slowest(shares: tuple[Share, ...]) -> tuple[int | None, float]:
 def _advice(s: Summary) -> str:
     """One line about what stands out most, or ""."""
     if s.wait_share > WAIT_LIMIT and s.size > 1:
-        waited = f"members wait {figures.percent(s.wait_share)} of the time"
-        if s.slowest is None or s.slowest_by < _SLOWER:
-            return f"{waited}, for the exchange, not for one of them: a larger batch or run.accumulate() helps"
-        slow = next(m for m in s.members if m.rank == s.slowest)
-        if slow.data_share > slow.compute_share:
-            return f"{waited} for member {s.slowest}, whose data comes late: raise workers= of run.loader()"
-        busier = f"which is busy {s.slowest_by:.1f}x as long as the others"
-        return f"{waited} for member {s.slowest}, {busier}: give it a faster or less loaded host"
+        return f"members wait {figures.percent(s.wait_share)} of the time{_why_they_wait(s)}"
     if s.data_share > DATA_LIMIT:
         share = figures.percent(s.data_share)
+        if step_s := _short_step(s):
+            return f"{share} of the time goes into fetching data for {step_s}: larger batches would pay"
         return f"{share} of the time goes into waiting for data: raise workers= of run.loader()"
     return ""
+
+
+def _why_they_wait(s: Summary) -> str:
+    if step_s := _short_step(s):
+        return f": {step_s} leave little to compute between two exchanges; larger batches or fewer members would pay"
+    slow = next((m for m in s.members if m.rank == s.slowest), None)
+    if slow is None or s.slowest_by < _SLOWER:
+        return ", for the exchange and not for one of them: larger batches or run.accumulate() make it rarer"
+    if slow.data_share > slow.compute_share:
+        return f" for member {slow.rank}, whose data comes late: raise workers= of run.loader()"
+    busy = f" for member {slow.rank}, which is busy {s.slowest_by:.1f}x as long as the others"
+    if _host_is_slow(slow, s.members):
+        return f"{busy}: give it a faster or less loaded host"
+    return f"{busy}: does only that one evaluate, save or log much, or do other programs run on its cores?"
+
+
+def _short_step(s: Summary) -> str:
+    """How long a step took, in words, if that is too short to share; else ""."""
+    seconds, steps = max((m.seconds for m in s.members), default=0.0), s.step - s.resumed_step
+    if steps <= 0 or not 0 < seconds / steps < _SHORT_S:
+        return ""
+    return f"steps of {1000 * seconds / steps:.2g} ms"
+
+
+def _host_is_slow(slow: Share, members: tuple[Share, ...]) -> bool:
+    """Whether a member's host may be to blame: there are others, and its neighbours there are as busy as it is."""
+    mates = [m.busy_s for m in members if m.host == slow.host and m is not slow]
+    away = len(mates) + 1 < len(members)
+    return away and all(slow.busy_s < _SLOWER * busy for busy in mates)
