@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import checks, flags
+from paceline.cli import flags, torch_checks
 from paceline.cli.status import describe
 from paceline.core.settings import NAMES, Settings
 from paceline.core.status import Status
@@ -41,7 +41,9 @@ def test_help_version_and_typing_errors():
     assert "unknown option '--jsn': did you mean '--json'?" in paceline("doctor", "--jsn").stderr
 
 
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run", "-n", "2", "--dry-run", "x.py"], ["status"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["run", "--help"], ["run", "-n", "2", "--dry-run", "x.py"], ["status"], ["doctor"]]
+)
 def test_torch_is_not_imported(args, tmp_path):
     (tmp_path / "x.py").write_text("")
     code = (
@@ -255,7 +257,7 @@ def test_doctor():
     done = paceline("doctor")
     assert done.returncode == 0, done.stdout
     names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("ok", "warning"))]
-    for name in ("cores", "memory", "shared", "loopback", "congestion", "network", "disk", "torch", "gpus"):
+    for name in ("cores", "memory", "shared", "loopback", "congestion", "network", "disk", "torch", "gpus", "bfloat16"):
         assert name in names
     assert "a run can start here" in done.stdout
 
@@ -268,10 +270,64 @@ def test_doctor_finds_what_would_stop_a_run(tmp_path):
     assert [c["name"] for c in result["checks"] if c["level"] == "error"] == ["disk"]
 
 
-def test_doctor_without_torch(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    (check,) = checks.check_torch()
-    assert (check.level, check.means) == ("error", "pip install torch")
+# A torch whose processor claims more than it can.
+TORCH = """
+import os, signal
+__version__ = "2.13.0"
+bfloat16 = "bf16"
+class version: cuda = None
+class cuda: is_available = staticmethod(lambda: False)
+class Matrix:
+    def __matmul__(self, other): {matmul}
+def ones(*sizes, dtype): return Matrix()
+"""
+DISTRIBUTED = "def is_available(): return True\nis_gloo_available = is_nccl_available = is_available\n"
+
+
+@pytest.fixture
+def torch_is(tmp_path, monkeypatch):
+    """Puts another torch in front of the installed one; the levels and words of the doctor's checks of it."""
+
+    def look(source):
+        (tmp_path / "torch").mkdir(exist_ok=True)
+        (tmp_path / "torch/__init__.py").write_text(source)
+        (tmp_path / "torch/distributed.py").write_text(DISTRIBUTED)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        return {check.name: (check.level, check.found, check.means) for check in torch_checks.all_of()}
+
+    return look
+
+
+def test_doctor_without_torch(torch_is):
+    told = torch_is("raise ImportError('libgomp.so.1: cannot open')")
+    assert told == {"torch": ("error", "cannot be imported (libgomp.so.1: cannot open)", "pip install torch")}
+    told = torch_is("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert "exit code -11 (SIGSEGV)" in told["torch"][1]
+    told = torch_is(TORCH.replace("2.13.0", "2.1.0").format(matmul="return [[64]]"))
+    assert told["torch"][0] == "error"
+    assert "needs 2.11 or later" in told["torch"][2]
+
+
+def test_doctor_where_bfloat16_does_not_work(torch_is):
+    told = torch_is(TORCH.format(matmul="os.kill(os.getpid(), signal.SIGILL)"))
+    assert told["torch"][:2] == ("ok", "2.13.0, built for CPU only")
+    level, found, means = told["bfloat16"]
+    assert (level, found) == ("warning", "a matrix product dies of an illegal instruction")
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in means
+    told = torch_is(TORCH.format(matmul="raise RuntimeError('no')"))
+    assert told["bfloat16"][:2] == ("warning", "a matrix product fails (exit code 1)")
+
+
+def test_what_the_doctor_advises_for_bfloat16_helps():
+    done = subprocess.run(
+        [*PACELINE, "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    )
+    (check,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "bfloat16"]
+    assert check["level"] == "ok", check
 
 
 def test_doctor_on_one_core():

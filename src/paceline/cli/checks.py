@@ -1,7 +1,7 @@
 """The checks of `paceline doctor`, one function each: what was found, and what it means for a run.
 
 An error would stop a run, a warning costs speed or comfort. Each check looks at the real thing (opens a
-port, makes a memory file, imports torch) and none changes anything.
+port, makes a memory file) and none changes anything. Those of torch are in `torch_checks`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import os
 import resource
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +32,7 @@ class Check:
 
 
 def all_of(root: Path) -> list[Check]:
-    """All checks, in the order in which they are shown."""
+    """The checks, in the order in which they are shown."""
     return [
         check_cores(),
         check_memory(),
@@ -43,7 +42,6 @@ def all_of(root: Path) -> list[Check]:
         check_congestion(),
         check_interfaces(),
         check_disk(root),
-        *check_torch(),
     ]
 
 
@@ -149,32 +147,6 @@ def check_disk(root: Path) -> Check:
     parameters = free / 3 / 12 / 1e6
     means = f"three checkpoints of about {parameters:,.0f} million float32 parameters with Adam"
     return Check("disk", "warning" if free < 2 * _GB else "ok", found, means)
-
-
-def check_torch() -> Iterator[Check]:
-    try:
-        import torch
-        import torch.distributed as dist
-    except (ImportError, OSError) as error:
-        yield Check("torch", "error", f"cannot be imported ({error})", "pip install torch")
-        return
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    found = f"{torch.__version__}, built for {built}"
-    if tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 11):
-        yield Check("torch", "error", found, "Paceline needs 2.11 or later: pip install --upgrade torch")
-    else:
-        gloo = dist.is_available() and dist.is_gloo_available()
-        yield Check("torch", "ok", found, f"gloo as fall-back is {'there' if gloo else 'missing'}")
-    present = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
-    if torch.cuda.is_available():
-        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        nccl = "NCCL is there" if dist.is_nccl_available() else "NCCL is missing: members meet through gloo"
-        yield Check("gpus", "ok", names, f"one member each; {nccl}")
-    elif present:
-        means = "install a CUDA build of torch to use them" if not torch.version.cuda else "check the driver"
-        yield Check("gpus", "warning", f"{len(present)} present, but torch cannot use them", means)
-    else:
-        yield Check("gpus", "ok", "none", "members compute on the CPU; --device cuda would be refused")
 
 
 def _meminfo(key: str) -> int:

@@ -1,4 +1,5 @@
-"""`paceline doctor`: what this machine has, and what that means for a run. The checks are in `checks`."""
+"""`paceline doctor`: what this machine has, and what that means for a run. The checks are in `checks` and
+`torch_checks`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.cli import checks
+from paceline.cli import checks, torch_checks
 from paceline.cli.checks import Check
 from paceline.cli.display import coloured
 from paceline.cli.flags import Parser
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     if rest := parser.split(argv)[1]:
         raise ConfigError(f"paceline doctor takes no argument {rest[0]!r}")
     given = parser.parse_args(argv)
-    results = checks.all_of(Path(given.root))
+    results = [*checks.all_of(Path(given.root)), *torch_checks.all_of()]
     stops = any(c.level == "error" for c in results)
     if given.json:
         items = [{"name": c.name, "level": c.level, "found": c.found, "means": c.means} for c in results]

@@ -15,7 +15,7 @@ _HINTS = {
     signal.SIGSEGV: "a crash in native code: the lines above show where Python was",
     signal.SIGBUS: "often a full /dev/shm: give data loaders fewer workers",
     signal.SIGABRT: "native code gave up: the lines above may say why",
-    signal.SIGILL: "the processor does not know an instruction: is torch built for it?",
+    signal.SIGILL: "the processor does not know an instruction: `paceline doctor` tries bfloat16, the usual cause",
     signal.SIGXCPU: "a limit of CPU time: see `ulimit -t`",
 }
 

@@ -246,14 +246,16 @@ class _Engine:
             self._lay_out()
         layout = self._layout
         assert layout is not None
-        for slot in self._slots.values():
-            if slot.arrived:
-                continue
-            if slot.parameter.grad is not None:
-                self._take(slot)
-            else:
-                slot.view.zero_()
-            slot.bucket.missing -= 1
+        for bucket in layout.buckets:
+            for slot in bucket.slots:
+                if slot.arrived:
+                    continue
+                if slot.parameter.grad is not None:
+                    self._take(slot)
+                else:
+                    slot.view.zero_()
+                bucket.missing -= 1
+            layout.launch()  # bucket by bucket: in a first pass all gradients are here, and memory is freed on the way
         control = [0.0] * MARKS + [float(s.arrived) for s in layout.slots]
         control[WEIGHT], control[LATE], control[BAD] = (
             self._weight,

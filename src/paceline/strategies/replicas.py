@@ -11,7 +11,8 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.transport.group import Group
 
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 8 << 20  # small tensors travel together
+_LARGE_BYTES = 1 << 20
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
@@ -24,7 +25,10 @@ def make_equal(group: Group, parameters: Mapping[str, torch.Tensor], buffers: Ma
     tensors = {**parameters, **{f"buffer {name}": b for name, b in buffers.items()}}
     _check_equal(group, tensors)
     with torch.no_grad():
-        for block in _blocks(tensors.values()):
+        large = [t for t in tensors.values() if t.nbytes >= _LARGE_BYTES]
+        for t in large:  # where it lies: gathering these would cost their size in memory once more
+            group.broadcast(t.detach())
+        for block in _blocks(t for t in tensors.values() if 0 < t.nbytes < _LARGE_BYTES):
             flat = torch.cat([t.detach().reshape(-1).view(torch.uint8).cpu() for t in block])
             group.broadcast(flat)
             if group.rank:
@@ -36,8 +40,6 @@ def make_equal(group: Group, parameters: Mapping[str, torch.Tensor], buffers: Ma
 def _blocks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     block: list[torch.Tensor] = []
     for t in tensors:
-        if not t.numel():
-            continue
         if block and sum(b.nbytes for b in block) + t.nbytes > _BLOCK_BYTES:
             yield block
             block = []

@@ -54,7 +54,8 @@ class Group:
         self._hosts = [host for host in self._hosts if host]
         self._mine = next(host for host in self._hosts if wires.rank in host)
         if len(self._mine) > 1:
-            self._local = Shared(wires.links, self._mine, name, limit_s=wires.limit_s, status=wires.status)
+            pids = [wires.view.members[r].pid for r in self._mine]
+            self._local = Shared(wires.links, self._mine, pids, name, limit_s=wires.limit_s, status=wires.status)
         if len(self._hosts) > 1 and self._mine[0] == wires.rank:
             self._leaders = self._ring([host[0] for host in self._hosts], f"{name}/leaders")
 

@@ -7,6 +7,9 @@ the processor's caches; memory sees only the tensor itself. Each block of an all
     reduce  add my part of everyone's slot, in the order of ranks    REDUCED
     gather  copy the other parts' sums out of the others' slots      DONE
 
+Where members may read each other's memory, a large tensor needs no slots (`reach`): each member reads the others'
+tensors directly, sums its part in place, and then reads the parts that the others have summed.
+
 Stage of the next block comes before reduce of this one, and gather follows one block behind, so that members rarely
 wait for each other. Every sum is made once, by one member, in the order of ranks: the same bits everywhere.
 """
@@ -18,26 +21,34 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.core.status import Status
+from paceline.transport import reach
 from paceline.transport.local import Links
 from paceline.transport.segment import DONE, POSTED, REDUCED, Lane
 
 _SLOTS = 3
 _BLOCK_BYTES = 2 << 20
-_PAIR_BYTES = 512 << 10
+_NOTE_BYTES = 64
+_READ_BYTES = 512 << 10
+_WORTH_READING = 256 << 10  # for less, system calls cost more than a second copy
 _ALIGN = 64
 
 
 class Shared:
     """Collectives over one lane. Tensors are flat, contiguous and on the CPU."""
 
-    def __init__(self, links: Links, ranks: tuple[int, ...], name: str, *, limit_s: float, status: Status) -> None:
+    def __init__(
+        self, links: Links, ranks: tuple[int, ...], pids: list[int], name: str, *, limit_s: float, status: Status
+    ) -> None:
         self.size = len(ranks)
+        self._pids = pids
         self._chunk = max(_BLOCK_BYTES // self.size // _ALIGN, 1) * _ALIGN
         self._slot = self._chunk * (self.size + 1)  # a part for every member, and my sum
-        self._lane = Lane(links, ranks, name, _SLOTS * self._slot, limit_s=limit_s, status=status)
+        self._lane = Lane(links, ranks, name, _SLOTS * self._slot + _NOTE_BYTES, limit_s=limit_s, status=status)
         self._me = self._lane.index
         self._round = 0
         self.sent_bytes = 0  # what the others read of mine
+        self._room = torch.empty(2 * _READ_BYTES, dtype=torch.uint8)
+        self._reaches = reach.permitted(pids, self._gathered)
 
     @property
     def waited_s(self) -> float:
@@ -47,8 +58,8 @@ class Shared:
         """Sum over the members, in place."""
         if not flat.numel():
             return
-        if self.size == 2:
-            self._add_the_others(flat)
+        if self._reaches and flat.nbytes >= _WORTH_READING:
+            self._read_and_add(flat)
             return
         block = self._chunk // flat.element_size() * self.size
         blocks = [flat[i : i + block] for i in range(0, flat.numel(), block)]
@@ -65,31 +76,47 @@ class Shared:
         self._round += len(parts)
         self.sent_bytes += flat.nbytes - flat.nbytes // self.size + flat.nbytes // self.size * (self.size - 1)
 
-    def _add_the_others(self, flat: torch.Tensor) -> None:
-        """Of two members each adds the other's block to its own: fewer waits, and a + b is b + a to the last bit."""
-        other = 1 - self._me
-        step = _PAIR_BYTES // flat.element_size()
-        starts = range(0, flat.numel(), step)
+    def _read_and_add(self, flat: torch.Tensor) -> None:
+        """All-reduce without slots: read the others' tensors where they lie, sum my part, then read their parts."""
+        parts, item = self._parts(flat), flat.element_size()
+        offsets = [(part.data_ptr() - flat.data_ptr()) if part.numel() else 0 for part in parts]
+        k = self._round = self._round + 1
+        note = self._lane.own.data[-_NOTE_BYTES:].view(torch.int64)
+        note[0] = flat.data_ptr()
+        self._lane.own.raise_to(POSTED, k)
+        self._lane.wait(POSTED, k)
+        addresses = [int(s.data[-_NOTE_BYTES:].view(torch.int64)[0]) for s in self._lane.segments]
+        mine, start = parts[self._me], offsets[self._me]
+        step = _READ_BYTES // item
+        room = self._room.view(flat.dtype)
+        for at in range(0, mine.numel(), step):
+            piece = mine[at : at + step]
+            self._sum_from(piece, room, [a + start + at * item for a in addresses])
+        self._lane.own.raise_to(REDUCED, k)
+        for j in range(1, self.size):  # each begins with another one
+            j = (self._me + j) % self.size
+            self._lane.wait(REDUCED, k, only=j)
+            reach.read(self._pids[j], addresses[j] + offsets[j], parts[j])
+        self._lane.own.raise_to(DONE, k)
+        self._lane.wait(DONE, k)  # until then others read what this member's caller may change
+        self.sent_bytes += flat.nbytes - mine.nbytes + mine.nbytes * (self.size - 1)
 
-        def add(i: int) -> None:
-            mine = flat[starts[i] : starts[i] + step]
-            k = self._round + i
-            self._lane.wait(POSTED, k + 1)
-            mine.add_(self._slot_of(other, k, flat.dtype).view(-1)[: mine.numel()])
-            self._lane.own.raise_to(DONE, k + 1)
-
-        for i, start in enumerate(starts):
-            k = self._round + i
-            mine = flat[start : start + step]
-            self._lane.wait(DONE, k + 1 - _SLOTS)
-            self._slot_of(self._me, k, flat.dtype).view(-1)[: mine.numel()].copy_(mine)
-            self._lane.own.raise_to(POSTED, k + 1)
-            if i:
-                add(i - 1)
-        add(len(starts) - 1)
-        self._round += len(starts)
-        self._lane.own.raise_to(REDUCED, self._round)
-        self.sent_bytes += flat.nbytes
+    def _sum_from(self, mine: torch.Tensor, room: torch.Tensor, addresses: list[int]) -> None:
+        """Add everyone's piece in the order of ranks; with two members the order does not matter."""
+        n = mine.numel()
+        theirs, total = room[:n], room[n : 2 * n]
+        for j, address in enumerate(addresses):
+            if j != self._me:
+                reach.read(self._pids[j], address, theirs)
+            if self.size == 2:
+                if j != self._me:
+                    mine.add_(theirs)
+            elif j == 0:
+                total.copy_(mine if j == self._me else theirs)
+            else:
+                total.add_(mine if j == self._me else theirs)
+        if self.size > 2:
+            mine.copy_(total)
 
     def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """`out`, of size times the elements, gets everyone's `flat` in the order of ranks."""
@@ -190,6 +217,11 @@ class Shared:
         if pending:
             drain()
         self._round += len(starts)
+
+    def _gathered(self, note: torch.Tensor) -> list[torch.Tensor]:
+        out = note.new_empty(self.size * note.numel())
+        self.all_gather(note, out)
+        return list(out.view(self.size, -1))
 
     def barrier(self) -> None:
         """Return when all members have come here."""
