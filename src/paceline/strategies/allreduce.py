@@ -179,6 +179,7 @@ class _Engine:
         if slot is None or slot.arrived:
             self._add(p, slot)
             return
+        slot.bucket.arena.progress()  # what can be summed by now frees its gradients before this one is copied
         self._take(slot)
         bucket = slot.bucket
         bucket.missing -= 1

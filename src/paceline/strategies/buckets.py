@@ -19,6 +19,7 @@ from paceline.transport.group import Group
 WEIGHT, LATE, BAD, WISH, MARKS = range(5)  # places in the control block
 _ALIGN_BYTES = 64
 _WORTH_KEEPING = 16384  # elements: for fewer, one more call costs more than the copy
+_TOO_LARGE_TO_KEEP = 40_000_000  # bytes: a gradient that is kept takes memory until its bucket is summed
 
 
 class Slot:
@@ -105,7 +106,8 @@ class Layout:
             slot.bucket = bucket
             slot.start = at
             first, last = max(own.start, at), min(own.stop, at + slot.parameter.numel())
-            if last - first >= _WORTH_KEEPING and slot.parameter.is_contiguous():
+            worth = last - first >= _WORTH_KEEPING and slot.parameter.nbytes <= _TOO_LARGE_TO_KEEP
+            if worth and slot.parameter.is_contiguous():
                 slot.own = slice(first, last)
             slot.view = _like(bucket.flat, at, slot.parameter)
             at += _padded(slot.parameter.numel())

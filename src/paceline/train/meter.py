@@ -92,7 +92,7 @@ class Meter:
         before, self._before = self._before, (data_s, wait_s, sent, samples)
         seconds, self._last = now - self._last, now
         self.step += 1
-        self._status.step = self.step
+        self._status.at(self.step, self.epoch)
         report = StepReport(
             step=self.step,
             samples=samples - before[3],
