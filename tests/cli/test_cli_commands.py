@@ -219,7 +219,7 @@ def test_status_of_a_run_under_torchrun(alone):
     lines = paceline("status").stdout.splitlines()
     assert "(not by paceline run), 2 members" in lines[0]
     assert [line.split()[:2] for line in lines[2:]] == [["0", "alive"], ["1", "alive"]]
-    launcher.terminate()
+    launcher.communicate("end\n", timeout=30)  # the end of its input ends both members
 
 
 def test_a_member_on_another_host_is_elsewhere(tmp_path):
