@@ -10,13 +10,14 @@ from pathlib import Path
 from paceline.core.status import Status, read
 
 WRITER = """
-import sys
+import sys, time
 from pathlib import Path
 from paceline.core.status import Status
+end = time.monotonic() + 60  # also where nobody is left to kill it
 status = Status(Path(sys.argv[1]))
 n = 0
 print("up", flush=True)
-while True:
+while time.monotonic() < end:
     n += 1
     for _ in range(n % 50 * 10): pass  # a step of up to some tens of microseconds
     status.at(n, -n)
@@ -42,18 +43,6 @@ def test_a_step_is_told_without_changing_what_is_done(tmp_path: Path) -> None:
     assert last is not None
     assert (last.step, last.epoch, last.what) == (7, 2, "evaluating")
     Status(None).at(1, 1)  # a run that keeps no status
-
-
-def test_a_step_costs_about_a_microsecond(tmp_path: Path) -> None:
-    status = Status(tmp_path / "rank-0")
-
-    def one() -> float:
-        began = time.thread_time()
-        for step in range(2000):
-            status.at(step, 0)
-        return (time.thread_time() - began) / 2000
-
-    assert min(one() for _ in range(10)) < 4e-6  # 0.9 µs; with text and a copy of the record it was twice that
 
 
 def test_records_are_read_whole_while_they_are_written(tmp_path: Path) -> None:

@@ -31,14 +31,15 @@ def together(
     wires = [Wires("a token that only this test knows") for _ in range(size)]
     view = View(number=1, members=tuple(w.describe(r, hosts[r]) for r, w in enumerate(wires)))
     results: dict[int, T] = {}
+    groups: dict[int, Group] = {}
     failures: list[tuple[int, BaseException]] = []
 
     def member(rank: int) -> None:
         try:
             wires[rank].join(view, rank, limit_s=limit_s, status=Status(None))
             group = Group(wires[rank], range(size))
+            groups[rank] = group
             results[rank] = body(group)
-            group.close()
         except BaseException as error:
             failures.append((rank, error))
             wires[rank].close()  # as the end of a process would: the others are told
@@ -50,6 +51,8 @@ def together(
         for thread in threads:
             thread.join(limit_s * 4)
     finally:
+        for group in groups.values():
+            group.close()
         for w in wires:
             w.close()
     if failures:

@@ -41,6 +41,7 @@ class Group:
         self._wires = wires
         self._children = 0
         self._arenas: list[Arena] = []
+        self._subgroups: list[Group] = []
         self._rings: list[Ring] = []
         self._lanes: list[tuple[str, tuple[int, ...]]] = []  # of the rings
         self._all: Ring | None = None
@@ -218,7 +219,9 @@ class Group:
         if self.rank not in ranks:
             return None
         chosen = [self.ranks[r] for r in sorted(set(ranks))]
-        return Group(self._wires, chosen, f"{self.name}/group-{self._children}")
+        group = Group(self._wires, chosen, f"{self.name}/group-{self._children}")
+        self._subgroups.append(group)
+        return group
 
     def abort(self, error: Interrupted) -> None:
         """Tell the members of other hosts why an operation of this group broke here; they break off too."""
@@ -230,8 +233,13 @@ class Group:
             self._wires.mesh.tell(lane, Fault(rank, reason, isinstance(error, TimedOut)), ranks)
 
     def close(self) -> None:
+        """End what works for this group and its sub-groups."""
+        for group in self._subgroups:
+            group.close()
         for arena in self._arenas:
             arena.close()
+        for ring in self._rings:
+            ring.close()
 
     def _ring(self, ranks: Sequence[int], lane: str) -> Ring:
         ring = Ring(self._need_wires().mesh, ranks, lane)

@@ -1,0 +1,36 @@
+"""A leftover child process fails the test that left it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_OWN = ("resource_tracker", "forkserver")  # Python's own, which stay for the life of the process
+
+
+def children() -> dict[int, str]:
+    found = {}
+    for task in Path("/proc/self/task").glob("*/children"):
+        for pid in task.read_text().split():
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if state != "Z" and not any(word in words for word in _OWN):
+                found[int(pid)] = words
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    before = set(children()) if os.path.exists("/proc/self/task") else set()
+    yield
+    deadline = time.monotonic() + 3.0
+    while (left := {p: w for p, w in children().items() if p not in before}) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"left running: {left}"
