@@ -354,3 +354,78 @@ def test_words() -> None:
     }.items():
         with pytest.raises(ConfigError, match=message):
             make_strategy(words)
+
+
+def test_clipping_sees_the_mean_under_reentrant_checkpointing_of_everything() -> None:
+    """No parameter's gradient arrives outside the inner pass, and one never arrives: the end must be found all the same."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(3, 1, bias=False)
+            self.unused = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.body, x, use_reentrant=True)
+
+    def body(group: Group) -> list[list[float]]:
+        model = Model()
+        attached(group, model)
+        seen = []
+        for _ in range(3):
+            model.zero_grad()
+            x = torch.full((1, 3), float(group.rank + 1), requires_grad=True)
+            model(x).sum().backward()
+            assert model.body.weight.grad is not None  # before step(), where users clip
+            seen.append(model.body.weight.grad.flatten().tolist())
+        return seen
+
+    assert together(2, body) == [[[1.5] * 3] * 3] * 2
+
+
+def test_what_users_do_to_grad_data_does_not_part_the_members() -> None:
+    def body(group: Group) -> list[list[float]]:
+        model = nn.Linear(2, 1, bias=False)
+        attached(group, model)
+        seen = []
+        for step in range(4):
+            model.zero_grad(set_to_none=False)
+            (model(torch.ones(1, 2, dtype=model.weight.dtype)).sum() * (group.rank + 1)).backward()
+            assert model.weight.grad is not None
+            seen.append(model.weight.grad.flatten().tolist())
+            model.weight.grad.data = model.weight.grad.data.clamp(-1, 1)
+            if step == 1:
+                model.double()
+        return seen
+
+    assert together(2, body) == [[[1.5, 1.5]] * 4] * 2
+
+
+def test_two_passes_over_an_uneven_batch_weigh_alike() -> None:
+    def body(group: Group) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        world, _ = attached(group, model)
+        for drawn in (4, 4 if group.rank == 0 else 1):
+            world.tally.add(drawn, 4)
+            model.zero_grad()
+            x = torch.full((1, 1), 1.0 if group.rank == 0 else 6.0)
+            model(x).sum().backward()
+            (2 * model(x)).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.flatten().tolist()
+
+    for grad in together(2, body):
+        assert grad == pytest.approx([3 * (4 * 1.0 + 1 * 6.0) / 5])
+
+
+def test_a_parameter_put_in_by_hand_is_refused() -> None:
+    def body(group: Group) -> None:
+        model = nn.Linear(1, 1)
+        world, strategy = attached(group, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy.attach(model, optimizer, world)
+        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2))]
+        with pytest.raises(ConfigError, match=r"Use optimizer\.add_param_group"):
+            strategy.finish(optimizer)
+
+    together(2, body)

@@ -1,18 +1,19 @@
 """All-reduce: every member gets the mean gradient of all members, weighted by the samples each really had.
 
-    gradient ready   → copied into its bucket, scaled by weight / size     (our hook, during backward)
+    gradient ready   → copied into its bucket, divided by the size          (our hook, during backward)
     bucket full      → posted to the arena, reduced while backward goes on
     end of backward  → what is missing is filled in, the last bucket carries the weights and marks, all are awaited;
                        p.grad points into the bucket                       (so clipping and logging see the mean)
 
-Let w_i be what member i drew over what it should have drawn (1 but for uneven last batches). Buckets hold
-g_i·w_i/n; their sum is right as it is where Σw = n, and is multiplied by n/Σw where it is not.
+Let w_i be what member i drew over what it should have drawn (1 but for uneven last batches). Gradients are multiplied
+by w_i before autograd adds them up; buckets hold g_i·w_i/n, and their sum is multiplied by n/Σw where Σw is not n.
 A parameter without a gradient on some members counts as zero there; without one on all, its `grad` stays None.
 The first backward pass only notes the order of arrival, from which the buckets are laid out.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -61,7 +62,15 @@ class AllReduce:
             engine.adopt(optimizer)
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
-        self.reduced()  # nothing to do but where reentrant checkpointing hid the end of the backward pass
+        self.reduced()
+        if self._engines:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if id(p) not in self._owned:
+                        raise ConfigError(
+                            f"the optimizer holds a parameter of shape {tuple(p.shape)} whose gradients the members do "
+                            "not exchange: it was put into param_groups by hand. Use optimizer.add_param_group"
+                        )
         return True
 
     def cleared(self) -> None:
@@ -103,9 +112,16 @@ class AllReduce:
     def _end_of_backward(self) -> None:
         self._task = -1
         # A pass inside another one (reentrant checkpointing) ends within a node of the outer: more may follow.
-        inner = torch._C._current_autograd_node() is not None
-        if not inner or all(e.complete for e in self._engines.values() if e.busy):
+        outer = torch._C._current_autograd_node()
+        if outer is None or all(e.complete for e in self._engines.values() if e.busy):
             self.reduced()
+            return
+
+        def resume(*_: object) -> None:  # the node has done its part, and the pass it belongs to goes on
+            handle.remove()
+            self._arm()
+
+        handle = outer.register_hook(resume)
 
 
 class _Engine:
@@ -134,10 +150,13 @@ class _Engine:
         self._arrivals: list[str] = []
         self._late: dict[str, torch.Tensor] = {}  # by name: gradients that missed their bucket or have none
         self._bad = ""
-        self._scale = 1.0
+        self._scale = 1.0 / world.group.size
         self._weight = 1.0
+        self._weighing: list[Any] = []  # hooks, while this member's batch is not a full one
         self._seen = (world.tally.drawn, world.tally.nominal)  # what has weighed in already
-        self._versions = [(b, b._version) for b in model.buffers() if b.is_floating_point()]
+        self._at_first = {name: (id(b), b._version) for name, b in model.named_buffers()}
+        self._moving: list[tuple[torch.nn.Module, str]] = []  # buffers that follow the first member
+        world.tally.listeners.append(self._weigh)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
@@ -169,6 +188,8 @@ class _Engine:
     def _arrived(self, p: torch.Tensor) -> None:
         """The gradient of `p` is ready. Runs inside the backward pass."""
         if self._world.accumulating:
+            if slot := self._slots.get(id(p)):
+                slot.mean = False
             return
         self._begin()
         layout = self._layout
@@ -176,7 +197,7 @@ class _Engine:
             self._arrivals.append(self._names[id(p)])
             return
         slot = self._slots.get(id(p))
-        if slot is None or slot.arrived:
+        if slot is None or slot.arrived or slot.view.dtype != p.dtype:
             self._add(p, slot)
             return
         slot.bucket.arena.progress()  # what can be summed by now frees its gradients before this one is copied
@@ -194,10 +215,30 @@ class _Engine:
         tally = self._world.tally
         drawn, nominal = tally.drawn - self._seen[0], tally.nominal - self._seen[1]
         self._seen = (tally.drawn, tally.nominal)
-        self._weight = drawn / nominal if nominal else 1.0
-        self._scale = self._weight / self._world.group.size
+        if nominal:  # else another pass over the same batch
+            self._weight = drawn / nominal
         if self._layout:
             self._layout.start()
+
+    def _weigh(self, weight: float) -> None:
+        """From the next pass on multiply gradients by `weight`, before autograd adds them to what is there."""
+        for hook in self._weighing:
+            hook.remove()
+        self._weighing.clear()
+        if weight != 1.0:
+            self._weighing = [
+                p.register_hook(functools.partial(self._weighed, p, weight))  # type: ignore[no-untyped-call]
+                for p in self._parameters.values()
+                if p.requires_grad
+            ]
+
+    def _weighed(self, p: torch.Tensor, weight: float, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of a batch that is not full. A mean of an earlier pass that it will be added to is weighed too,
+        since the sum over the members is divided by all weights."""
+        slot = self._slots.get(id(p))
+        if slot is not None and slot.mean and p.grad is not None:
+            p.grad.mul_(weight)
+        return grad * weight if weight else torch.zeros_like(grad)  # not even nan times zero
 
     def _take(self, slot: Slot) -> None:
         """Move a gradient into its slot. Until the pass ends `p.grad` is None, so a second one cannot add to it."""
@@ -207,9 +248,7 @@ class _Engine:
         grad = grad.detach()
         if self._world.check_finite and not self._bad and not torch.isfinite(_dense(grad)).all():
             self._bad = slot.name
-        if not self._scale:
-            view.zero_()
-        elif not grad.is_sparse and grad.data_ptr() == view.data_ptr():
+        if not grad.is_sparse and grad.data_ptr() == view.data_ptr():
             view.mul_(self._scale)
         elif slot.own.stop and grad.is_contiguous() and grad.dtype == view.dtype:
             self._keep(slot, grad.view(-1))
@@ -228,14 +267,14 @@ class _Engine:
         bucket.kept.append((own, grad[own.start - start : own.stop - start], self._scale))
 
     def _add(self, p: torch.Tensor, slot: Slot | None) -> None:
-        """A gradient without a place: of a parameter that was frozen until now, or a second one in this pass, as of a
-        parameter that several checkpointed segments share."""
+        """A gradient without a place: of a parameter that was frozen or had another dtype until now, or a second one in
+        this pass, as of a parameter that several checkpointed segments share."""
         assert p.grad is not None
-        part = _dense(p.grad.detach()) * self._scale if self._scale else torch.zeros_like(p.detach())
+        part = _dense(p.grad.detach()) * self._scale
         p.grad = None
         layout = self._layout
         waits = slot is not None and layout is not None and layout.buckets.index(slot.bucket) >= layout.launched
-        if slot is not None and waits and not slot.own.stop:
+        if slot is not None and waits and not slot.own.stop and slot.view.dtype == p.dtype:
             slot.view.add_(part)
             return
         name = self._names[id(p)]
@@ -265,11 +304,10 @@ class _Engine:
         )
         control[WISH] = float(self._world.wish)
         layout.control.copy_(torch.tensor(control))
-        if layout.buffers:
-            if self._world.group.rank == 0:
-                torch._foreach_copy_(layout.buffer_views, layout.buffers)
-            else:
-                layout.buffered.zero_()
+        if self._moving and self._world.group.rank == 0:
+            torch._foreach_copy_(layout.buffer_views, self._buffers())
+        elif self._moving:
+            layout.buffered.zero_()
         layout.launch(end=True)
 
     def collect(self) -> None:
@@ -298,11 +336,16 @@ class _Engine:
             correction = 1.0
         for slot in layout.slots:
             if control[MARKS + slot.index]:
-                slot.parameter.grad = slot.view
+                slot.mean = True
+                slot.parameter.grad = slot.view.detach()  # an alias: what users do to `grad.data` is theirs alone
         if control[LATE]:
             self._add_late(correction)
-        if layout.buffers and group.rank:
-            torch._foreach_copy_(layout.buffers, layout.buffer_views)
+        if self._moving and group.rank:
+            torch._foreach_copy_(self._buffers(), layout.buffer_views)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """Looked up each time: a module may put another tensor in the place of a buffer."""
+        return [b for module, name in self._moving if (b := module._buffers[name]) is not None]
 
     def _add_late(self, correction: float) -> None:
         """A second round, for the gradients that travelled in no bucket."""
@@ -315,17 +358,18 @@ class _Engine:
             group.all_reduce(total)
             total *= correction
             slot = self._slots.get(id(p))
-            if slot is None:  # trained from now on: the next pass makes room for it
+            if slot is None or slot.view.dtype != p.dtype:  # the next pass makes room for it
                 p.grad = total
                 self._layout = None
             else:
-                p.grad = slot.view.add_(total)
+                p.grad = slot.view.add_(total).detach()
 
     def _lay_out(self) -> None:
         """Agree on the order of gradients and lay out the buckets; the gradients so far wait in `p.grad`."""
         group = self._world.group
         trained = {self._names[i]: p for i, p in self._parameters.items() if p.requires_grad}
-        changed = [b._version != v for b, v in self._versions]
+        buffers = dict(self._model.named_buffers())
+        changed = [name for name, b in buffers.items() if self._at_first.get(name) != (id(b), b._version)]
         said = json.dumps({"order": self._arrivals, "names": sorted(trained), "changed": changed}).encode()
         everyone = [json.loads(other) for other in group.exchange(said)]
         for rank, other in enumerate(everyone):
@@ -334,17 +378,19 @@ class _Engine:
                 raise ConfigError(f"parameter {odd!r} is trained on member 0 or on member {rank}, but not on both")
         order = self.order or everyone[0]["order"]
         self.order = list(dict.fromkeys([n for n in order if n in trained] + list(trained)))
-        moving = {id(b) for m in self._model.modules() if isinstance(m, _BATCH_NORMS) for b in m.buffers()}
-        buffers = [
-            b
-            for i, (b, _) in enumerate(self._versions)
-            if b.dtype == torch.float32 and (id(b) in moving or any(e["changed"][i] for e in everyone))
+        norms = {id(b) for m in self._model.modules() if isinstance(m, _BATCH_NORMS) for b in m.buffers()}
+        moved = {name for told in everyone for name in told["changed"]}
+        chosen = [
+            name
+            for name, b in sorted(buffers.items())
+            if b.dtype in _EXACT_IN_FLOAT32 and (id(b) in norms or name in moved or b.nbytes <= _SMALL_BYTES)
         ]
+        self._moving = [(self._model.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in chosen]
         if self._layout is not None:
             for arena in self._layout.arenas:
                 arena.close()
         self._arrivals.clear()
-        self._layout = Layout(group, [(n, trained[n]) for n in self.order], buffers, self._bucket_bytes)
+        self._layout = Layout(group, [(n, trained[n]) for n in self.order], self._buffers(), self._bucket_bytes)
         self._slots = {id(s.parameter): s for s in self._layout.slots}
 
     def _report_bad(self) -> None:
@@ -356,10 +402,12 @@ class _Engine:
         )
 
     def close(self) -> None:
-        for hook in self._hooks:
+        for hook in [*self._hooks, *self._weighing]:
             hook.remove()
 
 
+_EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+_SMALL_BYTES = 64 << 10  # smaller buffers travel although they have not changed yet; large constants stay at home
 _BATCH_NORMS = (torch.nn.modules.batchnorm._NormBase,)
 
 

@@ -25,13 +25,14 @@ _TOO_LARGE_TO_KEEP = 40_000_000  # bytes: a gradient that is kept takes memory u
 class Slot:
     """Where one parameter's gradient lies."""
 
-    __slots__ = ("arrived", "bucket", "index", "name", "own", "parameter", "start", "view")
+    __slots__ = ("arrived", "bucket", "index", "mean", "name", "own", "parameter", "start", "view")
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
         self.arrived = False
+        self.mean = False  # the parameter's gradient is the members' mean of an earlier pass
         self.bucket: Bucket
         self.view: torch.Tensor
         self.start = 0  # in the bucket
@@ -63,10 +64,10 @@ class Layout:
     ) -> None:
         self.slots = [Slot(i, name, p) for i, (name, p) in enumerate(named)]
         self.buckets = _fill(self.slots, bucket_bytes)
-        self.buffers = list(buffers)
         self.launched = 0
         num_control = MARKS + len(self.slots)
-        num_buffered = sum(b.numel() for b in self.buffers)
+        self._shapes = [b.shape for b in buffers]
+        num_buffered = sum(b.numel() for b in buffers)
 
         # One arena per device; the control block and the buffers lie behind the last float32 bucket on the CPU or the
         # device that holds it, and travel with it.
@@ -114,8 +115,8 @@ class Layout:
         if bucket is self.tail:
             self.control = bucket.flat[numel : numel + num_control]
             self.buffered = bucket.flat[numel + num_control :]
-            pieces = torch.split(self.buffered, [b.numel() for b in self.buffers])
-            self.buffer_views = [piece.view(b.shape) for piece, b in zip(pieces, self.buffers)]
+            pieces = torch.split(self.buffered, [shape.numel() for shape in self._shapes])
+            self.buffer_views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes)]
 
     def start(self) -> None:
         """Before each backward pass: nothing has arrived."""

@@ -21,10 +21,16 @@ class Tally:
     def __init__(self) -> None:
         self.drawn = 0.0
         self.nominal = 0.0
+        self.weight = 1.0  # of the batch drawn last
+        self.listeners: list[Callable[[float], None]] = []  # told when it changes
 
     def add(self, drawn: int, nominal: int) -> None:
         self.drawn += drawn
         self.nominal += nominal
+        if (weight := drawn / nominal) != self.weight:
+            self.weight = weight
+            for listener in self.listeners:
+                listener(weight)
 
 
 class World:

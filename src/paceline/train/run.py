@@ -76,6 +76,7 @@ class Run:
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
         self._in_epochs = self._began = False
+        self._save_next = False  # a step has ended since all members agreed to save
         self._epoch_step = 0  # steps before the epoch under way
 
     # ---- what the loop uses
@@ -109,7 +110,7 @@ class Run:
             size=self.size,
             device=self.device,
             seed=options.pop("seed", self.seed),
-            draw=self._drawn,
+            draw=self._drawn if options.get("pad", True) else None,  # evaluation weighs nothing
             before=self._between_steps,
             agree=self._agree,
             on_note=self._warn,
@@ -248,6 +249,8 @@ class Run:
     def after_step(self, optimizer: torch.optim.Optimizer, applied: bool) -> None:
         if optimizer is self._optimizers[0]:
             self._meter.after_step(applied)
+            self._save_next = self._save_next or self._world.granted or (self.size == 1 and self._world.wish)
+            self._world.granted = False
             self._world.wish = self._saver.due
 
     def cleared(self) -> None:
@@ -299,15 +302,13 @@ class Run:
         self._epoch_step = self._meter.step
         if self._saver.enabled:
             self._save(epoch + 1)
-        self._world.granted = self._world.wish = False
+        self._world.granted = self._world.wish = self._save_next = False
 
     def _between_steps(self) -> None:
         """The loop asks for its next batch: nothing of the last step is left undone."""
-        if self._world.granted and self._in_epochs:
-            self._world.granted = self._world.wish = False
-            self._save(self._meter.epoch)
-        elif self.size == 1 and self._world.wish and self._in_epochs:
-            self._world.wish = False
+        self._strategy.cleared()
+        if self._save_next and self._in_epochs:
+            self._save_next = self._world.wish = False
             self._save(self._meter.epoch)
 
     def _save(self, epoch: int) -> None:

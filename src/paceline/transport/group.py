@@ -76,7 +76,7 @@ class Group:
         """Memory for buckets, opened by all members together; see `paceline.transport.arena`."""
         wires = self._need_wires()
         self._children += 1
-        name = f"{self.name}/arena-{self._children}"
+        name = f"{self.name}/gradients-{self._children}"
         arena: Arena
         if len(self._mine) == 1:
             ring = self._ring([host[0] for host in self._hosts], name)

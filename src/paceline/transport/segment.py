@@ -143,8 +143,9 @@ class Lane:
                 waited = time.monotonic() - began
                 if waited > self._limit_s:
                     late = TimedOut(
-                        f"member {rank} did not arrive in {self._name} within {self._limit_s:g} s; "
-                        f"see what it does with `paceline status`, or raise --wait-limit-s"
+                        f"member {rank} did not arrive in {self._name} within {self._limit_s:g} s. Did its script "
+                        "leave out a backward pass or a collective that others do? See `paceline status`; "
+                        "--wait-limit-s sets the limit"
                     )
                     late.rank = rank
                     raise late
