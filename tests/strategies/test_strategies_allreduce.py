@@ -357,7 +357,7 @@ def test_words() -> None:
 
 
 def test_clipping_sees_the_mean_under_reentrant_checkpointing_of_everything() -> None:
-    """No parameter's gradient arrives outside the inner pass, and one never arrives: the end must be found all the same."""
+    """All gradients arrive within the inner pass and one never does: the end must be found all the same."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
