@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Where the tests themselves are started in the background, these are ignored, and every launcher would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _OWN = ("resource_tracker", "forkserver")  # Python's own, which stay for the life of the process
 
