@@ -13,18 +13,13 @@ The first backward pass only notes the order of arrival, from which the buckets 
 
 from __future__ import annotations
 
-import functools
-import json
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-from paceline.core.errors import ConfigError, Interrupted, PacelineError
-from paceline.strategies.buckets import BAD, LATE, MARKS, WEIGHT, WISH, Layout, Slot
-from paceline.strategies.replicas import make_equal, names_of
+from paceline.core.errors import ConfigError, Interrupted
+from paceline.strategies.engine import Engine
 from paceline.strategies.strategy import World
 
 
@@ -39,8 +34,8 @@ class AllReduce:
         if not bucket_mb > 0:
             raise ConfigError(f"allreduce(bucket_mb={bucket_mb}): must be more than 0")
         self.bucket_bytes = int(bucket_mb * 1e6)
-        self._engines: dict[int, _Engine] = {}  # by id of the model
-        self._drives: dict[int, _Engine] = {}  # by id of the optimizer
+        self._engines: dict[int, Engine] = {}  # by id of the model
+        self._drives: dict[int, Engine] = {}  # by id of the optimizer
         self._owned: dict[int, torch.nn.Parameter] = {}  # by id; a parameter belongs to one engine
         self._saved: list[list[str]] = []
         self._task = -1  # the backward pass at whose end we are called
@@ -50,7 +45,7 @@ class AllReduce:
             return
         engine = self._engines.get(id(model))
         if engine is None:
-            engine = _Engine(model, world, self.bucket_bytes, self._arm, self._owned)
+            engine = Engine(model, world, self.bucket_bytes, self._arm, self._owned)
             self._engines[id(model)] = engine
             if self._saved:
                 engine.order = self._saved.pop(0)
@@ -122,294 +117,3 @@ class AllReduce:
             self._arm()
 
         handle = outer.register_hook(resume)
-
-
-class _Engine:
-    """The gradients of one model."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        world: World,
-        bucket_bytes: int,
-        arm: Callable[[], None],
-        owned: dict[int, torch.nn.Parameter],
-    ) -> None:
-        self.order: list[str] = []  # of arrival, on the first member
-        self.busy = False  # a backward pass is under way and some gradient has arrived
-        self._model = model
-        self._world = world
-        self._bucket_bytes = bucket_bytes
-        self._arm = arm
-        self._owned = owned
-        self._names: dict[int, str] = {}  # id of the parameter -> name
-        self._parameters: dict[int, torch.nn.Parameter] = {}
-        self._hooks: list[Any] = []
-        self._layout: Layout | None = None
-        self._slots: dict[int, Slot] = {}
-        self._arrivals: list[str] = []
-        self._late: dict[str, torch.Tensor] = {}  # by name: gradients that missed their bucket or have none
-        self._bad = ""
-        self._scale = 1.0 / world.group.size
-        self._weight = 1.0
-        self._weighing: list[Any] = []  # hooks, while this member's batch is not a full one
-        self._seen = (world.tally.drawn, world.tally.nominal)  # what has weighed in already
-        self._at_first = {name: (id(b), b._version) for name, b in model.named_buffers()}
-        self._moving: list[tuple[torch.nn.Module, str]] = []  # buffers that follow the first member
-        world.tally.listeners.append(self._weigh)
-
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
-        known = dict(self._parameters)
-        self._names |= names_of(self._model)  # the model may have grown
-        found = [
-            (p, f"optimizer.{i}.{j}") for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])
-        ]
-        for p, name in [*((p, "") for p in self._model.parameters()), *found]:
-            if id(p) not in self._owned:
-                self._owned[id(p)] = self._parameters[id(p)] = p
-                self._names.setdefault(id(p), name)
-        new = {self._names[i]: p for i, p in self._parameters.items() if i not in known}
-        buffers = {} if known else dict(self._model.named_buffers())
-        make_equal(self._world.group, new, buffers)
-        for p in new.values():
-            if p.is_floating_point() or p.is_complex():
-                trained = p.requires_grad
-                p.requires_grad_(True)  # a frozen parameter takes no hook, but keeps one until it is trained
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]
-                p.requires_grad_(trained)
-        if any(p.requires_grad for p in new.values()):
-            self._layout = None  # laid out again at the end of the next backward pass
-
-    @property
-    def complete(self) -> bool:
-        return bool(self._layout) and all(slot.arrived for slot in self._slots.values())
-
-    def _arrived(self, p: torch.Tensor) -> None:
-        """The gradient of `p` is ready. Runs inside the backward pass."""
-        if self._world.accumulating:
-            if slot := self._slots.get(id(p)):
-                slot.mean = False
-            return
-        self._begin()
-        layout = self._layout
-        if layout is None:
-            self._arrivals.append(self._names[id(p)])
-            return
-        slot = self._slots.get(id(p))
-        if slot is None or slot.arrived or slot.view.dtype != p.dtype:
-            self._add(p, slot)
-            return
-        slot.bucket.arena.progress()  # what can be summed by now frees its gradients before this one is copied
-        self._take(slot)
-        bucket = slot.bucket
-        bucket.missing -= 1
-        if not bucket.missing:
-            layout.launch()
-
-    def _begin(self) -> None:
-        self._arm()
-        if self.busy:
-            return
-        self.busy = True
-        tally = self._world.tally
-        drawn, nominal = tally.drawn - self._seen[0], tally.nominal - self._seen[1]
-        self._seen = (tally.drawn, tally.nominal)
-        if nominal:  # else another pass over the same batch
-            self._weight = drawn / nominal
-        if self._layout:
-            self._layout.start()
-
-    def _weigh(self, weight: float) -> None:
-        """From the next pass on multiply gradients by `weight`, before autograd adds them to what is there."""
-        for hook in self._weighing:
-            hook.remove()
-        self._weighing.clear()
-        if weight != 1.0:
-            self._weighing = [
-                p.register_hook(functools.partial(self._weighed, p, weight))  # type: ignore[no-untyped-call]
-                for p in self._parameters.values()
-                if p.requires_grad
-            ]
-
-    def _weighed(self, p: torch.Tensor, weight: float, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of a batch that is not full. A mean of an earlier pass that it will be added to is weighed too,
-        since the sum over the members is divided by all weights."""
-        slot = self._slots.get(id(p))
-        if slot is not None and slot.mean and p.grad is not None:
-            p.grad.mul_(weight)
-        return grad * weight if weight else torch.zeros_like(grad)  # not even nan times zero
-
-    def _take(self, slot: Slot) -> None:
-        """Move a gradient into its slot. Until the pass ends `p.grad` is None, so a second one cannot add to it."""
-        p, view = slot.parameter, slot.view
-        grad = p.grad
-        assert grad is not None
-        grad = grad.detach()
-        if self._world.check_finite and not self._bad and not torch.isfinite(_dense(grad)).all():
-            self._bad = slot.name
-        if not grad.is_sparse and grad.data_ptr() == view.data_ptr():
-            view.mul_(self._scale)
-        elif slot.own.stop and grad.is_contiguous() and grad.dtype == view.dtype:
-            self._keep(slot, grad.view(-1))
-        else:
-            torch.mul(_dense(grad), self._scale, out=view)
-        slot.arrived = True
-        p.grad = None
-
-    def _keep(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Copy what others sum; leave what this member sums where it is until then."""
-        bucket, start, own = slot.bucket, slot.start, slot.own
-        if own.start > start:
-            torch.mul(grad[: own.start - start], self._scale, out=bucket.flat[start : own.start])
-        if own.stop < start + grad.numel():
-            torch.mul(grad[own.stop - start :], self._scale, out=bucket.flat[own.stop : start + grad.numel()])
-        bucket.kept.append((own, grad[own.start - start : own.stop - start], self._scale))
-
-    def _add(self, p: torch.Tensor, slot: Slot | None) -> None:
-        """A gradient without a place: of a parameter that was frozen or had another dtype until now, or a second one in
-        this pass, as of a parameter that several checkpointed segments share."""
-        assert p.grad is not None
-        part = _dense(p.grad.detach()) * self._scale
-        p.grad = None
-        layout = self._layout
-        waits = slot is not None and layout is not None and layout.buckets.index(slot.bucket) >= layout.launched
-        if slot is not None and waits and not slot.own.stop and slot.view.dtype == p.dtype:
-            slot.view.add_(part)
-            return
-        name = self._names[id(p)]
-        self._late[name] = self._late[name] + part if name in self._late else part
-
-    def launch_rest(self) -> None:
-        """The pass has ended here: fill in what did not arrive, then post what is left."""
-        if self._layout is None:
-            self._lay_out()
-        layout = self._layout
-        assert layout is not None
-        for bucket in layout.buckets:
-            for slot in bucket.slots:
-                if slot.arrived:
-                    continue
-                if slot.parameter.grad is not None:
-                    self._take(slot)
-                else:
-                    slot.view.zero_()
-                bucket.missing -= 1
-            layout.launch()  # bucket by bucket: in a first pass all gradients are here, and memory is freed on the way
-        control = [0.0] * MARKS + [float(s.arrived) for s in layout.slots]
-        control[WEIGHT], control[LATE], control[BAD] = (
-            self._weight,
-            float(len(self._late)),
-            float(bool(self._bad)),
-        )
-        control[WISH] = float(self._world.wish)
-        layout.control.copy_(torch.tensor(control))
-        if self._moving and self._world.group.rank == 0:
-            torch._foreach_copy_(layout.buffer_views, self._buffers())
-        elif self._moving:
-            layout.buffered.zero_()
-        layout.launch(end=True)
-
-    def collect(self) -> None:
-        """Wait for the sums and hand them out as `p.grad`."""
-        layout, group = self._layout, self._world.group
-        assert layout is not None
-        try:
-            for arena in layout.arenas:
-                arena.wait()
-        except Interrupted as error:
-            group.abort(error)
-            raise
-        control = layout.control.tolist()
-        self.busy = False
-        self._world.granted = self._world.granted or control[WISH] > 0
-        if control[BAD]:
-            self._report_bad()
-        correction = group.size / control[WEIGHT] if control[WEIGHT] else math.nan
-        if not math.isclose(correction, 1.0, rel_tol=1e-6):
-            for bucket in layout.buckets:
-                if bucket.slots:
-                    last = bucket.slots[-1]
-                    end = last.view.storage_offset() - bucket.flat.storage_offset() + last.parameter.numel()
-                    bucket.flat[:end].mul_(correction)
-        else:
-            correction = 1.0
-        for slot in layout.slots:
-            if control[MARKS + slot.index]:
-                slot.mean = True
-                slot.parameter.grad = slot.view.detach()  # an alias: what users do to `grad.data` is theirs alone
-        if control[LATE]:
-            self._add_late(correction)
-        if self._moving and group.rank:
-            torch._foreach_copy_(self._buffers(), layout.buffer_views)
-
-    def _buffers(self) -> list[torch.Tensor]:
-        """Looked up each time: a module may put another tensor in the place of a buffer."""
-        return [b for module, name in self._moving if (b := module._buffers[name]) is not None]
-
-    def _add_late(self, correction: float) -> None:
-        """A second round, for the gradients that travelled in no bucket."""
-        group = self._world.group
-        mine = json.dumps(sorted(self._late)).encode()
-        named = {self._names[i]: p for i, p in self._parameters.items()}
-        for name in sorted({n for other in group.exchange(mine) for n in json.loads(other)}):
-            p, part = named[name], self._late.pop(name, None)
-            total = torch.zeros_like(p.detach()) if part is None else part
-            group.all_reduce(total)
-            total *= correction
-            slot = self._slots.get(id(p))
-            if slot is None or slot.view.dtype != p.dtype:  # the next pass makes room for it
-                p.grad = total
-                self._layout = None
-            else:
-                p.grad = slot.view.add_(total).detach()
-
-    def _lay_out(self) -> None:
-        """Agree on the order of gradients and lay out the buckets; the gradients so far wait in `p.grad`."""
-        group = self._world.group
-        trained = {self._names[i]: p for i, p in self._parameters.items() if p.requires_grad}
-        buffers = dict(self._model.named_buffers())
-        changed = [name for name, b in buffers.items() if self._at_first.get(name) != (id(b), b._version)]
-        said = json.dumps({"order": self._arrivals, "names": sorted(trained), "changed": changed}).encode()
-        everyone = [json.loads(other) for other in group.exchange(said)]
-        for rank, other in enumerate(everyone):
-            if other["names"] != everyone[0]["names"]:
-                odd = sorted(set(other["names"]) ^ set(everyone[0]["names"]))[0]
-                raise ConfigError(f"parameter {odd!r} is trained on member 0 or on member {rank}, but not on both")
-        order = self.order or everyone[0]["order"]
-        self.order = list(dict.fromkeys([n for n in order if n in trained] + list(trained)))
-        norms = {id(b) for m in self._model.modules() if isinstance(m, _BATCH_NORMS) for b in m.buffers()}
-        moved = {name for told in everyone for name in told["changed"]}
-        chosen = [
-            name
-            for name, b in sorted(buffers.items())
-            if b.dtype in _EXACT_IN_FLOAT32 and (id(b) in norms or name in moved or b.nbytes <= _SMALL_BYTES)
-        ]
-        self._moving = [(self._model.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in chosen]
-        if self._layout is not None:
-            for arena in self._layout.arenas:
-                arena.close()
-        self._arrivals.clear()
-        self._layout = Layout(group, [(n, trained[n]) for n in self.order], self._buffers(), self._bucket_bytes)
-        self._slots = {id(s.parameter): s for s in self._layout.slots}
-
-    def _report_bad(self) -> None:
-        told = [n.decode() for n in self._world.group.exchange(self._bad.encode())]
-        where = ", ".join(f"parameter {name!r} on member {rank}" for rank, name in enumerate(told) if name)
-        raise PacelineError(
-            f"a gradient is not finite: {where}. Look at that member's batch and loss, lower the learning rate, "
-            "or clip; without --check-finite the step would have been applied"
-        )
-
-    def close(self) -> None:
-        for hook in [*self._hooks, *self._weighing]:
-            hook.remove()
-
-
-_EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
-_SMALL_BYTES = 64 << 10  # smaller buffers travel although they have not changed yet; large constants stay at home
-_BATCH_NORMS = (torch.nn.modules.batchnorm._NormBase,)
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_dense() if grad.is_sparse else grad

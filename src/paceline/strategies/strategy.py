@@ -43,13 +43,11 @@ class World:
         status: Status | None = None,
         tally: Tally | None = None,
         check_finite: bool = False,
-        warn: Callable[[str], None] = print,
     ) -> None:
         self.group = group
         self.status = status or Status(None)
         self.tally = tally or Tally()
         self.check_finite = check_finite
-        self.warn = warn
         self.accumulating = False  # inside run.accumulate(): gradients stay here
         self.wish = False  # this member would like a pause between two steps, for a checkpoint
         self.granted = False  # some member wished, and all know it

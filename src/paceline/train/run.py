@@ -56,9 +56,7 @@ class Run:
         self._events = events
         self._status = status
         self._tally = Tally()
-        self._world = World(
-            group, status=status, tally=self._tally, check_finite=settings.check_finite, warn=self._warn
-        )
+        self._world = World(group, status=status, tally=self._tally, check_finite=settings.check_finite)
         self._saver = Saver(
             directory / "checkpoints",
             settings.checkpoint_keep,
