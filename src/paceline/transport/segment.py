@@ -23,6 +23,7 @@ from paceline.transport import futex
 from paceline.transport.local import Links
 
 _HEAD = 4096
+_NOTE = 64
 _STRIDE = 16  # words: each counter has a cache line of its own
 _F_SEAL_FUTURE_WRITE = 0x10
 
@@ -40,6 +41,7 @@ class Segment:
         memory = np.frombuffer(self._map, dtype=np.uint8)
         self._base = memory.ctypes.data
         self._words = memoryview(self._map)[:_HEAD].cast("I")
+        self.note = memoryview(self._map)[_HEAD - _NOTE : _HEAD].cast("Q")  # the owner's, to read once it has posted
         with warnings.catch_warnings():  # the others' memory is not writable, on purpose
             warnings.filterwarnings("ignore", message=".*not writable.*")
             self.data = torch.from_numpy(memory[_HEAD:])

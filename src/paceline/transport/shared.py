@@ -27,8 +27,7 @@ from paceline.transport.segment import DONE, POSTED, REDUCED, Lane
 
 _SLOTS = 3
 _BLOCK_BYTES = 2 << 20
-_NOTE_BYTES = 64
-_READ_BYTES = 512 << 10
+_READ_BYTES = 8 << 20  # in caches still, and few: every read costs a system call and a wait
 _WORTH_READING = 256 << 10  # for less, system calls cost more than a second copy
 _ALIGN = 64
 
@@ -43,7 +42,7 @@ class Shared:
         self._pids = pids
         self._chunk = max(_BLOCK_BYTES // self.size // _ALIGN, 1) * _ALIGN
         self._slot = self._chunk * (self.size + 1)  # a part for every member, and my sum
-        self._lane = Lane(links, ranks, name, _SLOTS * self._slot + _NOTE_BYTES, limit_s=limit_s, status=status)
+        self._lane = Lane(links, ranks, name, _SLOTS * self._slot, limit_s=limit_s, status=status)
         self._me = self._lane.index
         self._round = 0
         self.sent_bytes = 0  # what the others read of mine
@@ -77,37 +76,35 @@ class Shared:
         self.sent_bytes += flat.nbytes - flat.nbytes // self.size + flat.nbytes // self.size * (self.size - 1)
 
     def _read_and_add(self, flat: torch.Tensor) -> None:
-        """All-reduce without slots: read the others' tensors where they lie, sum my part, then read their parts."""
+        """All-reduce without slots: read the others' tensors where they lie, sum a block of my part, then read the
+        blocks that the others have summed meanwhile and that are still in the processor's caches."""
         parts, item = self._parts(flat), flat.element_size()
-        offsets = [(part.data_ptr() - flat.data_ptr()) if part.numel() else 0 for part in parts]
-        k = self._round = self._round + 1
-        note = self._lane.own.data[-_NOTE_BYTES:].view(torch.int64)
-        note[0] = flat.data_ptr()
-        self._lane.own.raise_to(POSTED, k)
-        self._lane.wait(POSTED, k)
-        addresses = [int(s.data[-_NOTE_BYTES:].view(torch.int64)[0]) for s in self._lane.segments]
-        mine, start = parts[self._me], offsets[self._me]
         step = _READ_BYTES // item
-        room = self._room.view(flat.dtype)
-        for at in range(0, mine.numel(), step):
-            piece = mine[at : at + step]
-            self._sum_from(piece, room, [a + start + at * item for a in addresses])
-        self._lane.own.raise_to(REDUCED, k)
-        for j in range(1, self.size):  # each begins with another one
-            j = (self._me + j) % self.size
-            self._lane.wait(REDUCED, k, only=j)
-            reach.read(self._pids[j], addresses[j] + offsets[j], parts[j])
-        self._lane.own.raise_to(DONE, k)
-        self._lane.wait(DONE, k)  # until then others read what this member's caller may change
-        self.sent_bytes += flat.nbytes - mine.nbytes + mine.nbytes * (self.size - 1)
+        blocks = -(-parts[0].numel() // step)  # of the longest part
+        first, self._round = self._round, self._round + blocks
+        self._lane.own.note[0] = flat.data_ptr()
+        self._lane.own.raise_to(POSTED, first + 1)
+        self._lane.wait(POSTED, first + 1)
+        bases = [segment.note[0] - flat.data_ptr() for segment in self._lane.segments]
+        for i in range(blocks + 1):
+            if i < blocks:
+                self._sum_block(parts[self._me][i * step : (i + 1) * step], bases)
+                self._lane.own.raise_to(REDUCED, first + i + 1)
+            if i > 0:
+                self._read_blocks([part[(i - 1) * step : i * step] for part in parts], bases, first + i)
+        self._lane.own.raise_to(POSTED, self._round)
+        self._lane.own.raise_to(DONE, self._round)
+        self._lane.wait(DONE, self._round)  # until then others read what this member's caller may change
+        self.sent_bytes += flat.nbytes - parts[self._me].nbytes + parts[self._me].nbytes * (self.size - 1)
 
-    def _sum_from(self, mine: torch.Tensor, room: torch.Tensor, addresses: list[int]) -> None:
-        """Add everyone's piece in the order of ranks; with two members the order does not matter."""
+    def _sum_block(self, mine: torch.Tensor, bases: list[int]) -> None:
+        """Add everyone's block in the order of ranks; with two members the order does not matter."""
         n = mine.numel()
+        room = self._room.view(mine.dtype)
         theirs, total = room[:n], room[n : 2 * n]
-        for j, address in enumerate(addresses):
+        for j in range(self.size if n else 0):
             if j != self._me:
-                reach.read(self._pids[j], address, theirs)
+                reach.read(self._pids[j], bases[j] + mine.data_ptr(), theirs)
             if self.size == 2:
                 if j != self._me:
                     mine.add_(theirs)
@@ -117,6 +114,13 @@ class Shared:
                 total.add_(mine if j == self._me else theirs)
         if self.size > 2:
             mine.copy_(total)
+
+    def _read_blocks(self, blocks: list[torch.Tensor], bases: list[int], summed: int) -> None:
+        for j in range(1, self.size):  # each begins with another one
+            j = (self._me + j) % self.size
+            if blocks[j].numel():
+                self._lane.wait(REDUCED, summed, only=j)
+                reach.read(self._pids[j], bases[j] + blocks[j].data_ptr(), blocks[j])
 
     def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """`out`, of size times the elements, gets everyone's `flat` in the order of ranks."""
