@@ -3,9 +3,7 @@
 On one host (both processes at once, one thread each, the same tensors for all):
   speedup_25mb, speedup_100mb   gloo's time / ours
   speedup_mpi_25mb              Open MPI's time / ours; where mpirun and mpi4py are found (see --mpi-python).
-                                Both in memory of ordinary pages, as torch allocates it
-  speedup_mpi_huge_25mb         the same, Open MPI's array in huge pages, as numpy asks for by itself; ours
-                                in ordinary ones (torch has huge ones with THP_MEM_ALLOC_ENABLE=1 only)
+                                Both in huge pages: numpy asks for them, `paceline run` has malloc ask
   share_of_copy_limit           time in which both processes at once copy 25 MB twice with memmove / our time
                                 for 25 MB. A reduction that starts and ends in the user's own tensor has to
                                 bring every byte into memory that the other can see, and every byte of the
@@ -31,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +75,19 @@ def _one_host(report: Report, options: argparse.Namespace) -> None:
             sides = {"ours": side("ours"), "gloo": side("gloo")}
             if megabytes == 25:
                 sides["copy"] = side("copy")
-            with ExitStack() as peers:
-                if megabytes == 25 and not isinstance(mpi, str):
-                    for huge, name in enumerate(("mpi", "mpi_huge")):
-                        command, environment = mpi
-                        start = command, environment | {"NUMPY_MADVISE_HUGEPAGE": str(huge)}
-                        sides[name] = _mpi_side(peers.enter_context(Team(2, [start], limit_s=60)))
+            if megabytes == 25 and not isinstance(mpi, str):
+                with Team(2, [mpi], limit_s=60) as peers:
+                    sides["mpi"] = lambda k, peers=peers: peers.slowest("block", elements=25 * MB // 4, iterations=k)
+                    times = interleave(sides, repeats=repeats, block_s=block_s, limit_s=limit_s)
+            else:
                 times = interleave(sides, repeats=repeats, block_s=block_s, limit_s=limit_s)
             ours = times["ours"]
             report.add(compare(f"speedup_{megabytes}mb", ours, times["gloo"], goal=">= 3"))
             if "mpi" in times:
                 report.add(compare("speedup_mpi_25mb", ours, times["mpi"], goal=">= 1"))
-                report.add(compare("speedup_mpi_huge_25mb", ours, times["mpi_huge"]))
             if "copy" in times:
                 report.add(compare("share_of_copy_limit", ours, times["copy"]))
         team.call("finish")
-
-
-def _mpi_side(team: Team) -> Any:
-    return lambda k: team.slowest("block", elements=25 * MB // 4, iterations=k)
 
 
 def _mpi_command(python: str) -> tuple[list[str], dict[str, str]] | str:

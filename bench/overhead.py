@@ -1,6 +1,8 @@
 """What Paceline adds: to the step of a run of one, and to a member's memory.
 
   overhead_cnn, overhead_gpt   percent that a run of one adds to plain PyTorch's step (`run.log` included)
+  huge_pages_mlp, _cnn, _gpt   the step of plain PyTorch in malloc's own pages / in huge ones, as `paceline run`
+                               has malloc ask for
   memory_over_ddp              peak memory per member on the MLP of 25M parameters, ours / DDP's. Memory is
                                the proportional set size (a page shared by two members counts half for each),
                                summed over both members, sampled every 10 ms, largest sum, divided by two
@@ -12,7 +14,7 @@ and where there is a CUDA device:
                                one with the doubled batch: the largest difference between any two weights
                                (`ours` shows how far the weights moved at all)
 
-Plain and ours alternate in the same process, step by step in blocks, with a model each.
+For the overhead, plain and ours alternate in the same process, step by step in blocks, with a model each.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ def main() -> None:
     report = Report("bench.overhead")
     for task in "cnn", "gpt":
         report.add(_alone(f"overhead_{task}", task, goal="<= 2", quick=options.quick))
+    for task in "mlp", "cnn", "gpt":
+        report.add(_huge_pages(task, options.quick))
     _memory(report, options.quick)
     import torch
 
@@ -59,6 +63,25 @@ def _alone(figure: str, task: str, *, goal: str, quick: bool, threads: int = 1, 
         times = interleave(blocks, repeats=repeats, block_s=0.15, limit_s=limit_s)
         team.call("finish")
     return compare(figure, times["ours"], times["plain"], goal=goal, ratio=overhead)
+
+
+def _huge_pages(task: str, quick: bool) -> Figure:
+    repeats, limit_s = (5, 5.0) if quick else (41, 40.0)
+    with (
+        Team.of(1, "bench.overhead", ours=False) as huge,
+        Team.of(1, "bench.overhead", ours=False, env={"GLIBC_TUNABLES": ""}) as plain,
+    ):
+        teams = {"huge": huge, "plain": plain}
+        for team in teams.values():
+            team.call("make", name="plain", task=task, side="plain")
+        blocks = {
+            name: lambda k, team=team: team.slowest("block", name="plain", steps=k)  # type: ignore[misc]
+            for name, team in teams.items()
+        }
+        times = interleave(blocks, repeats=repeats, block_s=0.3, limit_s=limit_s)
+        for team in teams.values():
+            team.call("finish")
+    return compare(f"huge_pages_{task}", times["huge"], times["plain"])
 
 
 def _memory(report: Report, quick: bool) -> None:

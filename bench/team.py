@@ -62,15 +62,19 @@ class Team:
     ) -> Team:
         """A team of `size` members that run `python -m module --worker`.
 
-        With `ours` they find a Paceline rendezvous in their environment, as under `paceline run`.
+        With `ours` they find a Paceline rendezvous in their environment, as under `paceline run`, which also
+        has large blocks put into huge pages: peers in these processes have the same.
         Gloo can always be started by `bench.workers.gloo()`, through a file in the team's folder.
         """
+        from paceline.launch.local import HUGE_PAGES
+
         command = [sys.executable, "-m", module, "--worker"]
         base = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
             "GLOO_SOCKET_IFNAME": "lo",
             "BENCH_SIZE": str(size),
+            **HUGE_PAGES,
             **(env or {}),
         }
         team = cls(size, [(command, base | {"BENCH_RANK": str(rank)}) for rank in range(size)], limit_s)

@@ -20,6 +20,9 @@ from paceline.membership.rendezvous import Rendezvous
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _LOOK_S = 0.2
+# Large blocks in huge pages: a step asks for its gradients anew, and clearing them 4 KB at a time takes up to a third
+# of it (docs/decisions/0009).
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def plan(spec: JobSpec, rendezvous: str, token: str) -> list[Start]:
@@ -28,6 +31,8 @@ def plan(spec: JobSpec, rendezvous: str, token: str) -> list[Start]:
     command = script.command(spec.script, spec.args, module=spec.module, python=spec.python, cwd=cwd)
     inherited = {k: v for k, v in os.environ.items() if k not in VARIABLES} | dict(spec.env)
     common = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in inherited):
+        common |= HUGE_PAGES
     if spec.threads is not None:
         common |= dict.fromkeys(_THREADS, str(spec.threads))
     elif not any(inherited.get(name) for name in _THREADS):

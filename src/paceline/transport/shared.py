@@ -27,7 +27,8 @@ from paceline.transport.segment import DONE, POSTED, REDUCED, Lane
 
 _SLOTS = 3
 _BLOCK_BYTES = 2 << 20
-_READ_BYTES = 8 << 20  # in caches still, and few: every read costs a system call and a wait
+_READ_BYTES = 4 << 20
+_TURN_BYTES = 16 << 20  # summed before others read it; what has just been written is slow to read from another core
 _WORTH_READING = 256 << 10  # for less, system calls cost more than a second copy
 _ALIGN = 64
 
@@ -76,10 +77,10 @@ class Shared:
         self.sent_bytes += flat.nbytes - flat.nbytes // self.size + flat.nbytes // self.size * (self.size - 1)
 
     def _read_and_add(self, flat: torch.Tensor) -> None:
-        """All-reduce without slots: read the others' tensors where they lie, sum a block of my part, then read the
-        blocks that the others have summed meanwhile and that are still in the processor's caches."""
-        parts, item = self._parts(flat), flat.element_size()
-        step = _READ_BYTES // item
+        """All-reduce without slots, in turns: read the others' tensors where they lie, sum a block of my part, then
+        read the blocks that the others have summed meanwhile."""
+        parts = self._parts(flat)
+        step = _TURN_BYTES // flat.element_size()
         blocks = -(-parts[0].numel() // step)  # of the longest part
         first, self._round = self._round, self._round + blocks
         self._lane.own.note[0] = flat.data_ptr()
@@ -97,23 +98,24 @@ class Shared:
         self._lane.wait(DONE, self._round)  # until then others read what this member's caller may change
         self.sent_bytes += flat.nbytes - parts[self._me].nbytes + parts[self._me].nbytes * (self.size - 1)
 
-    def _sum_block(self, mine: torch.Tensor, bases: list[int]) -> None:
+    def _sum_block(self, block: torch.Tensor, bases: list[int]) -> None:
         """Add everyone's block in the order of ranks; with two members the order does not matter."""
-        n = mine.numel()
-        room = self._room.view(mine.dtype)
-        theirs, total = room[:n], room[n : 2 * n]
-        for j in range(self.size if n else 0):
-            if j != self._me:
-                reach.read(self._pids[j], bases[j] + mine.data_ptr(), theirs)
-            if self.size == 2:
+        step = _READ_BYTES // block.element_size()
+        for start in range(0, block.numel(), step):
+            mine = block[start : start + step]
+            theirs, total = self._room.view(block.dtype).view(2, -1)[:, : mine.numel()]
+            for j, base in enumerate(bases):
                 if j != self._me:
-                    mine.add_(theirs)
-            elif j == 0:
-                total.copy_(mine if j == self._me else theirs)
-            else:
-                total.add_(mine if j == self._me else theirs)
-        if self.size > 2:
-            mine.copy_(total)
+                    reach.read(self._pids[j], base + mine.data_ptr(), theirs)
+                if self.size == 2:
+                    if j != self._me:
+                        mine.add_(theirs)
+                elif j == 0:
+                    total.copy_(mine if j == self._me else theirs)
+                else:
+                    total.add_(mine if j == self._me else theirs)
+            if self.size > 2:
+                mine.copy_(total)
 
     def _read_blocks(self, blocks: list[torch.Tensor], bases: list[int], summed: int) -> None:
         for j in range(1, self.size):  # each begins with another one
