@@ -318,6 +318,8 @@ def test_a_failed_backward_pass_is_not_passed_over() -> None:
             model[1](Fails.apply(model[0](torch.ones(1, 2)))).sum().backward()
         with pytest.raises(Interrupted, match="resume it from its last checkpoint"):
             strategy.cleared()
+        with pytest.raises(Interrupted, match="resume it from its last checkpoint"):  # without zero_grad in between
+            model(torch.ones(1, 2)).sum().backward()
 
     together(2, body)
 

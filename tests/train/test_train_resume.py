@@ -185,3 +185,45 @@ def test_two_runs_with_one_seed_are_equal(tmp_path: Path, whole: list[str]) -> N
     other = words(Cluster(2).run(SCRIPT, settings=Settings(root=str(tmp_path), name="other", seed=1)), "ALL")
     assert other != whole
     assert hashlib.sha256(b"").hexdigest() not in other
+
+
+GROUPS = """
+import hashlib, os, sys
+import torch, torch.nn.functional as F
+import paceline
+
+kill = int(sys.argv[1])
+run = paceline.join()
+torch.manual_seed(0)
+body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+model = torch.nn.Sequential(body, head)
+optimizer = run.optimizer(torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9), model)
+data = torch.utils.data.TensorDataset(torch.randn(32, 8), torch.randint(4, (32,)))
+loader = run.loader(data, 4)
+for epoch in run.epochs(4):
+    if epoch == 1:
+        optimizer.add_param_group({"params": body.parameters(), "lr": 0.05})
+    if epoch == kill: os._exit(9)
+    for x, y in loader:
+        optimizer.zero_grad(); F.cross_entropy(model(x), y).backward(); optimizer.step()
+        if epoch == 1 and kill == -2: run.checkpoint(); os._exit(9)
+print("ENDS", [group["lr"] for group in optimizer.param_groups],
+      hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("kill", [2, 3])
+def test_a_group_that_was_added_on_the_way_comes_back(tmp_path: Path, kill: int) -> None:
+    whole = words(Cluster(2).run(GROUPS, ["-1"], settings=Settings(root=str(tmp_path), name="whole")), "ENDS")
+    settings = Settings(root=str(tmp_path), name="run")
+    assert all(member.code == 9 for member in Cluster(2).run(GROUPS, [str(kill)], settings=settings))
+    assert words(Cluster(2).run(GROUPS, ["-1"], settings=settings), "ENDS") == whole
+
+
+def test_a_group_that_the_script_adds_again_is_the_same(tmp_path: Path) -> None:
+    """Resumed in the very epoch in which the script adds it."""
+    settings = Settings(root=str(tmp_path), name="run")
+    assert all(member.code == 9 for member in Cluster(2).run(GROUPS, ["-2"], settings=settings))
+    (end, other) = words(Cluster(2).run(GROUPS, ["-1"], settings=settings), "ENDS")
+    assert end == other
+    assert end.startswith("[0.1, 0.05]")

@@ -13,10 +13,12 @@ The first backward pass only notes the order of arrival, from which the buckets 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
 
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.strategies.engine import Engine
@@ -39,6 +41,7 @@ class AllReduce:
         self._owned: dict[int, torch.nn.Parameter] = {}  # by id; a parameter belongs to one engine
         self._saved: list[list[str]] = []
         self._task = -1  # the backward pass at whose end we are called
+        self._depth = 0  # of passes within passes
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         if world.group.size == 1:
@@ -58,6 +61,8 @@ class AllReduce:
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         self.reduced()
+        if torch._C._current_graph_task_id() == -1:
+            self._task = -1  # a pass that failed has been ended too
         if self._engines:
             for group in optimizer.param_groups:
                 for p in group["params"]:
@@ -70,10 +75,7 @@ class AllReduce:
 
     def cleared(self) -> None:
         if any(e.busy for e in self._engines.values()):
-            raise Interrupted(
-                "a backward pass failed on this member after part of its gradients had gone to the others; "
-                "the run cannot go on from here: resume it from its last checkpoint"
-            )
+            raise _failed_pass()
 
     def reduced(self) -> None:
         """End the backward pass of every model that is in one."""
@@ -101,7 +103,10 @@ class AllReduce:
         """Have `reduced` called when the backward pass under way ends."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task = task
+            depth = _depth()
+            if self._task != -1 and depth <= self._depth:  # else that pass waits around this one
+                raise _failed_pass()
+            self._task, self._depth = task, depth
             Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
@@ -117,3 +122,18 @@ class AllReduce:
             self._arm()
 
         handle = outer.register_hook(resume)
+
+
+def _failed_pass() -> Interrupted:
+    return Interrupted(
+        "a backward pass failed on this member after part of its gradients had gone to the others; "
+        "the run cannot go on from here: resume it from its last checkpoint"
+    )
+
+
+def _depth() -> int:
+    """How many backward passes are under way on this thread, one within another."""
+    frame, count = sys._getframe(), 0
+    while frame := frame.f_back:  # type: ignore[assignment]
+        count += frame.f_code is _engine_run_backward.__code__
+    return count

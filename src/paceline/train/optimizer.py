@@ -65,6 +65,19 @@ def _wrap_for_scheduler(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step  # type: ignore[method-assign]
 
 
+def restored(optimizer: torch.optim.Optimizer) -> list[set[int]]:
+    """Groups that came from a checkpoint, as ids of their parameters, until the script adds them too."""
+    return vars(optimizer).setdefault("_paceline_restored", [])  # type: ignore[no-any-return]
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _parameter(given: Any) -> Any:
+    return given[1] if isinstance(given, tuple) else given  # with its name
+
+
 def _subclass(kind: type) -> type:
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
@@ -83,6 +96,11 @@ def _subclass(kind: type) -> type:
         kind.zero_grad(self, set_to_none)  # type: ignore[attr-defined]
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_paceline") and restored(self):
+            param_group = {**param_group, "params": _listed(param_group["params"])}
+            if (group := {id(_parameter(p)) for p in param_group["params"]}) in restored(self):
+                restored(self).remove(group)
+                return  # the checkpoint brought it already
         kind.add_param_group(self, param_group)  # type: ignore[attr-defined]
         if hasattr(self, "_paceline"):
             self._paceline.group_added(self)

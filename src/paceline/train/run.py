@@ -21,6 +21,7 @@ from paceline.data import Loader
 from paceline.strategies import Strategy, Tally, World
 from paceline.train import metrics
 from paceline.train.ending import Ending
+from paceline.train.groups import SavedOptimizer
 from paceline.train.meter import Meter
 from paceline.train.optimizer import adopt
 from paceline.train.saving import Saver, Stateful
@@ -92,7 +93,7 @@ class Run:
             self._models.append(model)
             self._saver.add(f"model.{len(self._models) - 1}", model)
         self._optimizers.append(optimizer)
-        self._saver.add(f"optimizer.{len(self._optimizers) - 1}", optimizer)
+        self._saver.add(f"optimizer.{len(self._optimizers) - 1}", SavedOptimizer(optimizer, model))
         self._status.set("ready")
         return optimizer
 
@@ -101,6 +102,11 @@ class Run:
 
         `batch_size` is per member. For the options see `paceline.data.Loader`.
         """
+        for name in ("rank", "size", "device"):
+            if name in options:
+                raise ConfigError(
+                    f"run.loader(..., {name}=...): the run gives each loader its own {name}; leave it out"
+                )
         loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -172,6 +178,11 @@ class Run:
         mode and no gradients are kept. Everyone gets the result; it is written to the events as metrics.
         """
         self._status.set("evaluating")
+        for name in ("rank", "size", "device"):
+            if name in options:
+                raise ConfigError(
+                    f"run.loader(..., {name}=...): the run gives each loader its own {name}; leave it out"
+                )
         loader = Loader(
             dataset,
             batch_size=batch_size,
