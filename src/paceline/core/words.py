@@ -36,10 +36,10 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         raise ConfigError(f"unknown {kind} {name!r}: {nearest(name, known)}")
     make = known[name]
     try:
-        positional = [ast.literal_eval(a) for a in args]
-        named = {k.arg: ast.literal_eval(k.value) for k in keywords if k.arg}
+        positional = [_value(a) for a in args]
+        named = {k.arg: _value(k.value) for k in keywords if k.arg}
     except ValueError:
-        raise ConfigError(f"{kind} {text!r}: values must be plain numbers or quoted strings") from None
+        raise ConfigError(f"{kind} {text!r}: values must be plain numbers or words") from None
     allowed = _parameters(make)
     for key in named:
         if allowed and key not in allowed:
@@ -48,6 +48,10 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         return make(*positional, **named)
     except TypeError as error:
         raise ConfigError(f"{kind} {text!r}: {error}") from None
+
+
+def _value(tree: ast.expr) -> Any:
+    return tree.id if isinstance(tree, ast.Name) else ast.literal_eval(tree)
 
 
 def _parameters(make: Callable[..., Any]) -> list[str]:

@@ -1,0 +1,78 @@
+"""What a codec is: a flat tensor becomes fewer bytes, and others add what these bytes say to a tensor of theirs.
+
+    encode_into   x (plus what earlier steps left unsaid, the residual) → bytes; the residual becomes what is unsaid now
+    decode_add    bytes → out += weight · decoded
+
+A codec holds no state of its own but its settings: residuals stand outside, keyed by parameter, and are updated in
+place. Everything is flat, contiguous float32 on one device; the reducer sees to that. `encode_into` writes the same
+bytes whether it runs in a fused kernel or in plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from paceline.core.errors import PacelineError
+
+
+class PayloadError(PacelineError):
+    """A payload was cut short, altered, or made by another codec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What an encoder may know of its step."""
+
+    step: int = 0
+    lr: float = 0.0  # of the optimizer; 0: not known
+    size: int = 1  # members that are summed
+    seed: int = 0  # unlike on every member and for every tensor, the same again after a resume
+
+
+class Codec(Protocol):
+    """The contract of all codecs."""
+
+    @property
+    def words(self) -> str:
+        """How a user writes it, such as "topk(density=0.01)": members with other words do not understand each other."""
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean of what is decoded is what was encoded: such a codec takes no residual by default."""
+
+    def nbytes(self, numel: int) -> int:
+        """The bytes that so many elements become; the most, where it depends on the values."""
+
+    def bound(self, x: torch.Tensor) -> float:
+        """The most by which any decoded element may differ from this tensor's, without a residual."""
+
+    def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        """Write the bytes of `x + residual` to the beginning of `out` (uint8); how many. Updates the residual.
+
+        Raises:
+            PacelineError: a value is not finite.
+        """
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        """Add what a payload (uint8) says, times `weight`, to `out`. `out` is unchanged where it raises.
+
+        Raises:
+            PayloadError: it says nothing sensible for a tensor of this size.
+        """
+
+
+def check_length(payload: torch.Tensor, expected: int, codec: Codec) -> None:
+    """Refuse a payload that does not have the bytes that it must have."""
+    if payload.dtype != torch.uint8 or payload.numel() != expected:
+        raise PayloadError(f"a payload of {codec.words} has {payload.numel()} bytes where {expected} belong")
+
+
+def check_finite(largest: float, codec: Codec) -> None:
+    """Refuse to encode what cannot be added up; `largest` is the largest magnitude, nan and inf included."""
+    if not largest <= 3.4028234663852886e38:
+        raise PacelineError(
+            f"{codec.words}: a value is not finite. Look at the batch and the loss, lower the learning rate, or clip"
+        )

@@ -1,0 +1,94 @@
+"""Top-k: only the k largest magnitudes of each chunk travel, with where they stand; a residual keeps the others.
+
+The payload has a fixed size, and positions take a few bits. What travels are `Records`, without a header.
+
+Reference: Aji and Heafield, Sparse communication for distributed gradient descent, 2017.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paceline.codecs.codec import Context, check_finite, check_length
+from paceline.codecs.kernels.spread import spread
+from paceline.codecs.records import (
+    Records,
+    add_records,
+    array_of,
+    check_density,
+    check_values,
+    fused,
+    keep_unsaid,
+    largest_magnitude,
+    magnitude_bits,
+    share,
+)
+from paceline.core.errors import ConfigError
+
+
+class TopK:
+    """The `density` · chunk largest magnitudes of each chunk; of equal ones the first.
+
+    Args:
+        density: the share of elements that travels.
+        chunk: how many elements choose among themselves.
+        values: "float32" | "bf16" | "fp16" | "int8" (with one scale for each chunk).
+    """
+
+    unbiased = False
+    additive = False
+
+    def __init__(self, density: float = 0.01, chunk: int = 4096, values: str = "float32") -> None:
+        check_density(density, "topk")
+        check_values(values, "topk")
+        if not 1 <= chunk <= 1 << 20:
+            raise ConfigError(f"topk(chunk={chunk!r}): 1 to {1 << 20} elements; sampled_topk looks at whole tensors")
+        self.density, self.chunk, self.values = density, chunk, values
+
+    @property
+    def words(self) -> str:
+        return f"topk(density={self.density}, chunk={self.chunk}, values={self.values!r})"
+
+    def nbytes(self, numel: int) -> int:
+        return self._records(numel).end
+
+    def bound(self, x: torch.Tensor) -> float:
+        if self.density == 1 and self.values == "float32":
+            return 0.0
+        return largest_magnitude(x, None)
+
+    def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        records = self._records(x.numel())
+        check_finite(largest_magnitude(x, residual), self)
+        if fused(x):
+            from paceline.codecs.kernels import sparse
+
+            place = (self.chunk, records.counts, records.offsets, records.kind)
+            spread(sparse.encode_top, x.numel(), x.numpy(), array_of(residual), out.numpy(), *place, unit=self.chunk)
+            return records.end
+        whole = x if residual is None else x + residual
+        # No two elements have the same key, and of two equal magnitudes the first has the larger one.
+        keys = magnitude_bits(whole).long() << 20 | (
+            self.chunk - 1 - torch.arange(x.numel(), device=x.device) % self.chunk
+        )
+        edge = x.numel() // self.chunk * self.chunk
+        firsts = torch.arange(0, edge, self.chunk, device=x.device)[:, None]
+        positions = keys[:edge].view(-1, self.chunk).topk(share(self.density, self.chunk)).indices + firsts
+        if edge < x.numel():
+            rest = keys[edge:].topk(int(records.counts[-1])).indices + edge
+            positions = torch.cat((positions.view(-1), rest))
+        positions = positions.view(-1).sort().values
+        keep_unsaid(whole, positions, records.write(whole, positions, out), residual)
+        return records.end
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        records = self._records(out.numel())
+        check_length(payload, records.end, self)
+        add_records(payload, out, weight, records, self)
+
+    def _records(self, numel: int) -> Records:
+        counts = np.full(-(-numel // self.chunk), share(self.density, self.chunk), np.int64)
+        if numel % self.chunk:
+            counts[-1] = share(self.density, numel % self.chunk)
+        return Records(numel, self.chunk, self.values, counts, 0)

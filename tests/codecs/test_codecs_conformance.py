@@ -1,0 +1,204 @@
+"""What every codec promises, over the whole table."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+import torch
+
+from paceline.codecs import CODECS, Codec, Context, PayloadError, make_codec
+from paceline.core.errors import ConfigError, PacelineError
+
+WORDS = [
+    "cast(bf16)", "cast(fp16)", "cast(fp8)", "nonzero",
+    "quantize(8)", "quantize(4)", "quantize(2)", "quantize(8, stochastic=True)", "quantize(4, stochastic=True)",
+    "quantize(2, stochastic=True)", "sign", "sign(block=64)", "ternary", "ternary(clip=0)",
+    "threshold(0.5)", "threshold(density=0.1)", "topk(0.01)", "topk(0.3, chunk=64)", "topk(1.0, chunk=16)",
+    "topk(0.1, values=int8)", "topk(0.1, values=fp16)", "sampled_topk(0.01)", "sampled_topk(0.5)",
+]  # fmt: skip
+SIZES = [0, 1, 2, 7, 8, 63, 64, 65, 255, 4096, 4097, 70_001]
+
+
+def made(kind: str, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(numel, generator=generator)
+    return {
+        "normal": x,
+        "zeros": torch.zeros(numel),
+        "constant": torch.full((numel,), 0.37),
+        "huge": x.sign() * 3e38,
+        "tiny": x * 1e-41,
+        "spread": x * torch.logspace(-30, 30, max(numel, 1))[:numel],
+        "sparse": x * (torch.rand(numel, generator=generator) < 0.05),
+        "minus zero": torch.full((numel,), -0.0),
+        "ties": torch.randint(-2, 3, (numel,), generator=generator).float(),
+    }[kind]
+
+
+KINDS = ["zeros", "constant", "huge", "tiny", "spread", "sparse", "minus zero", "ties"]
+INPUTS = [("normal", numel) for numel in SIZES] + [(kind, numel) for kind in KINDS for numel in (1, 65, 5000)]
+
+
+def encoded(codec: Codec, x: torch.Tensor, residual: torch.Tensor | None = None, seed: int = 1) -> torch.Tensor:
+    room = torch.full((codec.nbytes(x.numel()) + 64,), 0xA5, dtype=torch.uint8)
+    n = codec.encode_into(x, residual, room[:-64], Context(step=1, lr=0.1, size=2, seed=seed))
+    assert 0 <= n <= codec.nbytes(x.numel())
+    assert bool((room[-64:] == 0xA5).all()), "wrote beyond what it may"
+    return room[:n].clone()
+
+
+def decoded(codec: Codec, payload: torch.Tensor, numel: int, weight: float = 1.0) -> torch.Tensor:
+    out = torch.zeros(numel)
+    codec.decode_add(payload, out, weight)
+    return out
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    take(request.param, monkeypatch)
+    return str(request.param)
+
+
+def take(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("paceline.codecs") and hasattr(module, "compiled"):
+            monkeypatch.setattr(module, "compiled", lambda: path == "kernel")
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_within_its_bound_for_every_size_and_kind(words: str, path: str) -> None:
+    codec = make_codec(words)
+    for kind, numel in INPUTS:
+        x = made(kind, numel)
+        y = decoded(codec, encoded(codec, x), numel)
+        assert torch.isfinite(y).all(), (numel, kind)
+        if numel:
+            error = float((x.double() - y.double()).abs().max())
+            assert error <= codec.bound(x) * (1 + 1e-6), (numel, kind)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_both_paths_write_the_same_bytes_and_residuals(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = make_codec(words)
+    for kind, numel in INPUTS:
+        x, before = made(kind, numel), made("normal", numel) * (0.0 if kind in ("huge", "spread") else 0.1)
+        results = []
+        for path in "kernel", "torch":
+            take(path, monkeypatch)
+            residual = before.clone()
+            payload = encoded(codec, x, residual)
+            out = made("normal", numel)
+            codec.decode_add(payload, out, 0.7)
+            results.append((payload, residual, out))
+        for one, other in zip(*results):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (numel, kind)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_the_residual_is_what_was_not_said(words: str, path: str) -> None:
+    codec = make_codec(words)
+    for kind, numel in INPUTS:
+        if kind not in ("huge", "spread"):
+            x, residual = made(kind, numel), made("normal", numel) * 0.1
+            whole = x + residual
+            said = decoded(codec, encoded(codec, x, residual), numel)
+            assert torch.allclose(said + residual, whole, rtol=1e-6, atol=1e-6), (numel, kind)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_two_threads_write_the_same_bytes(words: str) -> None:
+    codec, x = make_codec(words), made("normal", 300_001)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in 1, 2, 3:
+            torch.set_num_threads(threads)
+            residual = torch.zeros_like(x)
+            payload = encoded(codec, x, residual)
+            results.append((payload, residual, decoded(codec, payload, x.numel())))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], result))
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_its_words_make_it_again(words: str) -> None:
+    codec = make_codec(words)
+    assert make_codec(codec.words).words == codec.words
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused_by_name(words: str, bad: float, path: str) -> None:
+    codec = make_codec(words)
+    for numel, place in (1, 0), (70_001, 70_000), (5000, 17):
+        x, residual = made("normal", numel), torch.zeros(numel)
+        x[place] = bad
+        with pytest.raises(PacelineError, match=r"not finite"):
+            encoded(codec, x, residual)
+        assert not residual.any()
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_unbiased_codecs_are_right_on_average(words: str) -> None:
+    codec = make_codec(words)
+    if not codec.unbiased:
+        pytest.skip("biased")
+    x = made("normal", 512)
+    draws = torch.stack([decoded(codec, encoded(codec, x, seed=s * 7919 + 1), 512) for s in range(300)]).double()
+    rare = 8 * codec.bound(x) / 300  # a step that is taken once in hundreds of draws may not have been seen
+    assert bool(((draws.mean(0) - x).abs() <= 5.5 * draws.std(0) / 300**0.5 + rare + 1e-6).all())
+    assert abs(float((draws.mean(0) - x).mean())) <= 5.5 * float(draws.std(0).mean()) / (300 * 512) ** 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_malformed_payloads_are_refused_and_nothing_is_touched(words: str, path: str) -> None:
+    codec, numel = make_codec(words), 5000
+    payload = encoded(codec, made("normal", numel))
+    generator = torch.Generator().manual_seed(3)
+    bad = [payload[:-1], payload[: payload.numel() // 2], payload[:0], torch.cat([payload, payload[:1]])]
+    for wrong in bad:
+        out = torch.full((numel,), 2.5)
+        with pytest.raises(PayloadError, match=codec.words.partition("(")[0]):
+            codec.decode_add(wrong, out)
+        assert bool((out == 2.5).all())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(25):  # any bytes at all: an answer or a refusal, never a crash
+            size = int(torch.randint(0, 2 * payload.numel(), (1,), generator=generator))
+            size = payload.numel() if size % 2 else size
+            noise = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+            mixed = payload.clone()
+            mixed[: min(16, mixed.numel())] = noise[: min(16, mixed.numel())] if size >= 16 else 0xFF
+            for wrong in noise, mixed:
+                out = torch.full((numel,), 2.5)
+                try:
+                    codec.decode_add(wrong, out)
+                except PayloadError:
+                    assert bool((out == 2.5).all())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("quantize(3)", "bits"),
+        ("topk(0)", "density"),
+        ("topk(1.5)", "density"),
+        ("sampled_topk(-1)", "density"),
+        ("threshold(-1)", "threshold"),
+        ("threshold(density=2)", "density"),
+        ("cast(int8)", "cast"),
+        ("sign(block=0)", "block"),
+        ("ternary(clip=-1)", "clip"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_codec(words)
+
+
+def test_the_table_is_whole() -> None:
+    assert {w.partition("(")[0] for w in WORDS} == set(CODECS)
