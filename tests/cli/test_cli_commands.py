@@ -77,8 +77,8 @@ def test_flags_become_settings():
     parser = flags.Parser(prog="x")
     flags.add_settings(parser)
     text = (
-        "--strategy allreduce --name a --root r --fresh --seed 1 --device cuda:1 --transport gloo --progress off "
-        "--checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite"
+        "--strategy allreduce --codec sign --name a --root r --fresh --seed 1 --device cuda:1 --transport gloo "
+        "--progress off --checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite"
     )
     args = shlex.split(text)
     settings = flags.settings_of(parser.parse_args(args))
@@ -86,6 +86,7 @@ def test_flags_become_settings():
     assert settings == Settings(
         pinned=settings.pinned,
         strategy="allreduce",
+        codec="sign",
         name="a",
         root="r",
         fresh=True,

@@ -62,6 +62,9 @@ def _words(known: tuple[str, ...]) -> str:
 
 SETTINGS = (
     Flag("strategy", "NAME", names.strategy, f"how members agree: {', '.join(names.STRATEGIES)}"),
+    Flag(
+        "codec", "NAME", names.codec, f"what travels between hosts: {', '.join(names.CODECS)}; with options quantize(4)"
+    ),
     Flag("name", "NAME", names.run, "of the run; a run of that name goes on where it stopped"),
     Flag("root", "DIR", str, "where run directories live"),
     Flag("fresh", "", bool, "start over although the run has checkpoints"),

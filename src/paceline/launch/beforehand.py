@@ -14,16 +14,16 @@ _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
 
 def check(settings: Settings) -> None:
     """ConfigError where members of these settings could not begin to train on this host."""
-    check_strategy(settings.strategy)
+    check_strategy(settings.strategy, settings.codec)
     check_device(settings.device)
 
 
-def check_strategy(text: str) -> None:
+def check_strategy(text: str, codec: str = "") -> None:
     """Make the strategy once. Its name alone is checked by `names`; only options are worth importing torch for."""
-    if "(" in text:
+    if "(" in text + codec:
         from paceline.strategies import make_strategy
 
-        make_strategy(text)
+        make_strategy(text, codec)
 
 
 def check_device(device: str, dev: Path = Path("/dev")) -> None:

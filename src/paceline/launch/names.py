@@ -11,6 +11,7 @@ import re
 from paceline.core.errors import ConfigError, nearest
 
 STRATEGIES = ("allreduce",)
+CODECS = ("none", "cast", "nonzero", "quantize", "sampled_topk", "sign", "ternary", "threshold", "topk")
 TRANSPORTS = ("auto", "own", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 PROGRESS = ("auto", "rich", "plain", "off")
@@ -24,11 +25,23 @@ def strategy(text: str) -> str:
     >>> strategy("allreduce")
     'allreduce'
     """
+    return _called(text, STRATEGIES, "strategy")
+
+
+def codec(text: str) -> str:
+    """
+    >>> codec("topk(0.01)")
+    'topk(0.01)'
+    """
+    return _called(text, CODECS, "codec")
+
+
+def _called(text: str, known: tuple[str, ...], kind: str) -> str:
     word = text.partition("(")[0].strip()
-    if word not in STRATEGIES:
-        raise ConfigError(f"unknown strategy {word!r}: {nearest(word, STRATEGIES)}")
+    if word not in known:
+        raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
     if "(" in text and not text.rstrip().endswith(")"):
-        raise ConfigError(f"cannot read strategy {text!r}: write it as name or name(key=value)")
+        raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)")
     return text
 
 

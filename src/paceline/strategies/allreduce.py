@@ -13,14 +13,18 @@ The first backward pass only notes the order of arrival, from which the buckets 
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
+from paceline.codecs import Codec, make_codec
 from paceline.core.errors import ConfigError, Interrupted
+from paceline.strategies.coder import Coder
 from paceline.strategies.engine import Engine
 from paceline.strategies.strategy import World
 
@@ -30,11 +34,26 @@ class AllReduce:
 
     Args:
         bucket_mb: gradients travel in pieces of about this size.
+        codec: what travels between hosts instead of the gradients, such as "topk(density=0.01)"; see `paceline.codecs`.
+            Members that all share one host exchange codes through shared memory: it saves nothing, but can be tried.
+        feedback: whether what a codec leaves unsaid is added to the next gradient; None: where the codec is biased.
+        warmup: so many first backward passes exchange gradients as they are.
     """
 
-    def __init__(self, bucket_mb: float = 4.0) -> None:
+    def __init__(
+        self,
+        bucket_mb: float = 4.0,
+        codec: Codec | str | None = None,
+        feedback: bool | None = None,
+        warmup: int = 0,
+    ) -> None:
         if not bucket_mb > 0:
             raise ConfigError(f"allreduce(bucket_mb={bucket_mb}): must be more than 0")
+        if warmup < 0:
+            raise ConfigError(f"allreduce(warmup={warmup}): must not be negative")
+        self.codec = None if codec in (None, "", "none") else make_codec(codec)
+        self._feedback = feedback
+        self._warmup = warmup
         self.bucket_bytes = int(bucket_mb * 1e6)
         self._engines: dict[int, Engine] = {}  # by id of the model
         self._drives: dict[int, Engine] = {}  # by id of the optimizer
@@ -48,7 +67,7 @@ class AllReduce:
             return
         engine = self._engines.get(id(model))
         if engine is None:
-            engine = Engine(model, world, self.bucket_bytes, self._arm, self._owned)
+            engine = Engine(model, world, self.bucket_bytes, self._arm, self._owned, self._coder(world))
             self._engines[id(model)] = engine
             if self._saved:
                 engine.order = self._saved.pop(0)
@@ -85,14 +104,41 @@ class AllReduce:
         for engine in engines:
             engine.collect()
 
+    def _coder(self, world: World) -> Coder | None:
+        if self.codec is None:
+            return None
+        seed = world.seed * 1009 + len(self._engines)
+        return Coder(self.codec, feedback=self._feedback, warmup=self._warmup, seed=seed, group=world.group)
+
+    def readings(self) -> dict[str, Any]:
+        coders = [e.coder for e in self._engines.values() if e.coder]
+        if not coders:
+            return {}
+        totals = {name: sum(getattr(c.cost, name) for c in coders) for name in vars(coders[0].cost)}
+        norms = [float(r.norm()) for c in coders for r in c.residuals.values()]
+        return {"codec": coders[0].codec.words, **totals, "residual_norm": math.hypot(*norms)}
+
+    def own_state(self) -> dict[str, Any]:
+        coders = [e.coder for e in self._engines.values() if e.coder]
+        return {"coders": [coder.state() for coder in coders]} if coders else {}
+
+    def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
+        coders = [e.coder for e in self._engines.values() if e.coder]
+        for i, coder in enumerate(coders):
+            coder.load([s["coders"][i] for s in states if len(s.get("coders", ())) > i])
+
     def state_dict(self) -> dict[str, Any]:
-        return {"orders": [e.order for e in self._engines.values() if e.order]}
+        passes = [e.coder.passes if e.coder else 0 for e in self._engines.values()]
+        return {"orders": [e.order for e in self._engines.values() if e.order], "passes": passes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         orders = [list(order) for order in state.get("orders", [])]
         for engine, order in zip(self._engines.values(), orders):
             engine.order = order
         self._saved = orders[len(self._engines) :]
+        for engine, passes in zip(self._engines.values(), state.get("passes", [])):
+            if engine.coder:
+                engine.coder.passes = passes
 
     def close(self) -> None:
         for engine in self._engines.values():

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.strategies.coder import Coder, Piece
 from paceline.transport.arena import Arena, Kept
 from paceline.transport.group import Group
 
@@ -38,6 +39,11 @@ class Slot:
         self.start = 0  # in the bucket
         self.own = slice(0, 0)  # of the bucket: what of this slot the arena takes from where it lies
 
+    @property
+    def place(self) -> slice:
+        """In the bucket."""
+        return slice(self.start, self.start + self.parameter.numel())
+
 
 class Bucket:
     """A run of slots that travel together."""
@@ -61,6 +67,7 @@ class Layout:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         buffers: Sequence[torch.Tensor],
         bucket_bytes: int,
+        coder: Coder | None = None,
     ) -> None:
         self.slots = [Slot(i, name, p) for i, (name, p) in enumerate(named)]
         self.buckets = _fill(self.slots, bucket_bytes)
@@ -82,11 +89,15 @@ class Layout:
         for device in devices:
             mine = [b for b in self.buckets if (b.slots[0].parameter.device if b.slots else tail_device) == device]
             sizes = [self._nbytes(b, num_control + num_buffered) for b in mine]
-            arena = group.arena(sum(sizes), device)
+            table = coder.table() if coder else None
+            arena = group.arena(sum(sizes), device, table.through if table else None)
             self.arenas.append(arena)
             offset = 0
             for bucket, nbytes in zip(mine, sizes):
                 self._place(bucket, arena, offset, num_control, num_buffered)
+                if table:
+                    pieces = [Piece(s.name, s.place, id(s.parameter)) for s in bucket.slots]
+                    table.add(offset, bucket.flat.dtype, bucket.flat.numel(), pieces)
                 offset += nbytes
         self.start()
 

@@ -16,6 +16,7 @@ import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.strategies.buckets import BAD, LATE, MARKS, WEIGHT, WISH, Layout, Slot
+from paceline.strategies.coder import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
 
@@ -30,6 +31,7 @@ class Engine:
         bucket_bytes: int,
         arm: Callable[[], None],
         owned: dict[int, torch.nn.Parameter],
+        coder: Coder | None = None,
     ) -> None:
         self.order: list[str] = []  # of arrival, on the first member
         self.busy = False  # a backward pass is under way and some gradient has arrived
@@ -38,6 +40,8 @@ class Engine:
         self._bucket_bytes = bucket_bytes
         self._arm = arm
         self._owned = owned
+        self.coder = coder
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[int, str] = {}  # id of the parameter -> name
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self._hooks: list[Any] = []
@@ -57,6 +61,8 @@ class Engine:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
         known = dict(self._parameters)
+        if not any(optimizer is o for o in self._optimizers):
+            self._optimizers.append(optimizer)
         self._names |= names_of(self._model)  # the model may have grown
         found = [
             (p, f"optimizer.{i}.{j}") for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])
@@ -115,6 +121,9 @@ class Engine:
             self._weight = drawn / nominal
         if self._layout:
             self._layout.start()
+        if self.coder:
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            self.coder.begin({id(p): float(group["lr"]) for group in groups for p in group["params"]})
 
     def _weigh(self, weight: float) -> None:
         """From the next pass on multiply gradients by `weight`, before autograd adds them to what is there."""
@@ -286,7 +295,8 @@ class Engine:
             for arena in self._layout.arenas:
                 arena.close()
         self._arrivals.clear()
-        self._layout = Layout(group, [(n, trained[n]) for n in self.order], self._buffers(), self._bucket_bytes)
+        named = [(n, trained[n]) for n in self.order]
+        self._layout = Layout(group, named, self._buffers(), self._bucket_bytes, self.coder)
         self._slots = {id(s.parameter): s for s in self._layout.slots}
 
     def _report_bad(self) -> None:

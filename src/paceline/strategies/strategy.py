@@ -6,7 +6,7 @@ Two moments matter. `loss.backward()` returns: a strategy that exchanges gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +43,10 @@ class World:
         status: Status | None = None,
         tally: Tally | None = None,
         check_finite: bool = False,
+        seed: int = 0,
     ) -> None:
         self.group = group
+        self.seed = seed
         self.status = status or Status(None)
         self.tally = tally or Tally()
         self.check_finite = check_finite
@@ -71,6 +73,17 @@ class Strategy(Protocol):
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters were added to an optimizer."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What all members have alike."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def readings(self) -> dict[str, Any]:
+        """What the summary is to tell of it, as plain numbers and words; empty: nothing."""
+
+    def own_state(self) -> dict[str, Any]:
+        """What this member alone has, such as what its codec has left unsaid."""
+
+    def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over own states: that of this member, and those of members that the run has no more."""
+
     def close(self) -> None: ...

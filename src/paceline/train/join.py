@@ -78,7 +78,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     directory = Path(agreed.root) / agreed.name
     device = _device(agreed.device, place)
     own = strategy is not None and not isinstance(strategy, str) and "strategy" not in agreed.pinned
-    chosen = make_strategy(strategy if own else agreed.strategy)
+    chosen = make_strategy(strategy if own else agreed.strategy, agreed.codec)
     status = Status(directory / "status" / f"rank-{place.rank}", place.host)
     group = solo()
     if wires:
@@ -140,7 +140,7 @@ def _check_words(settings: Settings) -> None:
     for kind, known in {"transport": TRANSPORTS, "progress": MODES}.items():
         if (word := getattr(settings, kind)) not in known:
             raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
-    make_strategy(settings.strategy)
+    make_strategy(settings.strategy, settings.codec)
 
 
 def _form(wires: Wires, transport: str, device: torch.device) -> Group:

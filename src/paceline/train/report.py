@@ -51,6 +51,7 @@ def page(history: History, run_dir: Path) -> str:
     sections = [
         _header(history, start, summary, title),
         _tiles(history, summary),
+        f'<p class="facts">codec {html.escape(summary.coded.line)}</p>' if summary.coded else "",
         f'<p class="advice">{html.escape(summary.advice)}</p>' if summary.advice else "",
         _section("Curves", _curves(history, keyed)),
         _section("Samples per second over training time", _speed(history, keyed)),
@@ -133,6 +134,9 @@ def _tiles(history: History, summary: Summary) -> str:
         tiles.append(("waiting", figures.percent(summary.wait_share)))
     if summary.sent_bytes:
         tiles.append(("sent", figures.size(summary.sent_bytes)))
+    if summary.coded and summary.coded.bytes_after:
+        ratio = summary.coded.bytes_before / summary.coded.bytes_after
+        tiles.append((f"less, by {summary.coded.codec}", f"{ratio:.3g}x"))
     if f"{MEAN}loss" in history.metrics:
         tiles.append(("loss, last epoch", _last(history.metrics[f"{MEAN}loss"])))
     elif "loss" in history.scalars:

@@ -57,7 +57,9 @@ class Run:
         self._events = events
         self._status = status
         self._tally = Tally()
-        self._world = World(group, status=status, tally=self._tally, check_finite=settings.check_finite)
+        self._world = World(
+            group, status=status, tally=self._tally, check_finite=settings.check_finite, seed=settings.seed
+        )
         self._saver = Saver(
             directory / "checkpoints",
             settings.checkpoint_keep,
@@ -65,6 +67,7 @@ class Run:
             group,
             events,
             settings.seed,
+            strategy,
         )
         self._saver.add("strategy", strategy)
         if settings.fresh:
@@ -340,7 +343,7 @@ class Run:
         return data_s, self.group.waited_s, self.group.sent_bytes, self._tally.drawn
 
     def _totals(self) -> dict[str, Any]:
-        return {**self._meter.totals, "rank": self.rank, "step": self._meter.step}
+        return {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
 
     def _finish(self) -> Mapping[str, Any]:
         self._saver.close()

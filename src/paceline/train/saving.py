@@ -2,8 +2,9 @@
 
 A checkpoint is taken between two steps, when the user's loop asks for the next batch or ends an epoch, so everything
 the loop body does after `optimizer.step()` (schedulers, averages) is in it. Models, optimizers, loaders and tracked
-objects are the same on all members and come from the first one; random states are each member's own. The first member
-writes; whoever resumes, on any number of members, gets everything from it.
+objects are the same on all members and come from the first one; random states, and what a strategy holds for one member
+alone, are each member's own. The first member writes; whoever resumes, on any number of members, gets everything from
+it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from paceline.checkpoint import (
 )
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.events import Events
+from paceline.strategies import Strategy
 from paceline.transport.group import Group
 
 
@@ -40,7 +42,17 @@ class Stateful(Protocol):
 class Saver:
     """Collects what is to be saved under names, and saves and restores it with all members together."""
 
-    def __init__(self, directory: Path, keep: int, every_s: float, group: Group, events: Events, seed: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        every_s: float,
+        group: Group,
+        events: Events,
+        seed: int,
+        strategy: Strategy,
+    ) -> None:
+        self._strategy = strategy
         self._group = group
         self._events = events
         self._seed = seed
@@ -77,7 +89,8 @@ class Saver:
         """All members together, between two steps. Returns when the state is copied; it is written behind."""
         self.report()
         self._last_at = time.monotonic()
-        own = self._group.gather(_bytes_tensor(pack(random_states())))
+        mine = {"random": random_states(), "strategy": self._strategy.own_state()}
+        own = self._group.gather(_bytes_tensor(pack(mine)))
         if self._checkpoints is None or own is None:
             return
         shared = {name: part.state_dict() for name, part in self._parts.items()}
@@ -137,9 +150,10 @@ class Saver:
         place = unpack(head)
         shared = self._share(loaded.shared if loaded else None)
         self._restore(shared)
-        own = self._own(loaded)
+        own = [unpack(data.numpy().data) for data in unpack(self._own(loaded))]
+        self._strategy.load_own_state([state["strategy"] for state in own])
         if own:
-            set_random_states(unpack(own))
+            set_random_states(own[0]["random"])
         else:  # a member that the saved run did not have
             torch.manual_seed(self._seed * 1_000_003 + place["step"] * 1009 + self._group.rank)
         return int(place["step"]), int(place["epoch"]), int(place["epoch_step"])
@@ -162,8 +176,10 @@ class Saver:
     def _own(self, loaded: Loaded | None) -> bytes:
         if self._group.rank == 0:
             assert loaded is not None
-            parts = [*loaded.own, *([b""] * self._group.size)][: self._group.size]
-            mine = self._group.scatter([_bytes_tensor(p) for p in parts])
+            size = self._group.size  # of members that are gone, each takes over some
+            mine = self._group.scatter(
+                [_bytes_tensor(pack([_bytes_tensor(own) for own in loaded.own[r::size]])) for r in range(size)]
+            )
         else:
             mine = self._group.scatter(None)
         return mine.numpy().tobytes()

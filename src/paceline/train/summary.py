@@ -43,6 +43,29 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0  # data and compute: its own doing, not the wait that others cause
 
 
+class Coded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a codec did, over the members that encode; times are of the member that took longest."""
+
+    codec: str
+    bytes_before: float = 0.0
+    bytes_after: float = 0.0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    decode_s: float = 0.0
+    residual_norm: float = 0.0
+
+    @property
+    def line(self) -> str:
+        ratio = self.bytes_before / self.bytes_after if self.bytes_after else 0.0
+        times = zip(("encode", "wire", "decode"), (self.encode_s, self.wire_s, self.decode_s))
+        before, after = figures.size(self.bytes_before), figures.size(self.bytes_after)
+        return (
+            f"{self.codec}: {before} became {after} ({ratio:.3g}x less); "
+            + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times)
+            + f"; unsaid {figures.number(self.residual_norm)}"
+        )
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The whole run; shares are over the time of all members together."""
 
@@ -62,6 +85,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     slowest: int | None = None  # rank of the member with the most work of its own; None: alone, or all even
     slowest_by: float = 1.0  # its busy time over the mean of the others'
     advice: str = ""
+    coded: Coded | None = None
     members: tuple[Share, ...] = ()
 
 
@@ -99,8 +123,23 @@ def summarise(end: Event, start: Event | None = None) -> Summary:
         slowest=slowest,
         slowest_by=slowest_by,
         members=shares,
+        coded=_coded(raw),
     )
     return msgspec.structs.replace(summary, advice=_advice(summary))
+
+
+def _coded(raw: list[Any]) -> Coded | None:
+    encoding = [m for m in raw if _amount(m, "bytes_before")]
+    if not encoding:
+        return None
+    longest = {key: max(_amount(m, key) for m in encoding) for key in ("encode_s", "wire_s", "decode_s")}
+    return Coded(
+        codec=str(encoding[0].get("codec") or ""),
+        bytes_before=sum(_amount(m, "bytes_before") for m in encoding),
+        bytes_after=sum(_amount(m, "bytes_after") for m in encoding),
+        residual_norm=sum(_amount(m, "residual_norm") ** 2 for m in encoding) ** 0.5,
+        **longest,
+    )
 
 
 def write_summary(summary: Summary, run_dir: Path) -> Path:
@@ -137,6 +176,8 @@ def table(summary: Summary) -> RenderableType:
     parts: list[RenderableType] = [head]
     if summary.members:
         parts += ["", rows]
+    if summary.coded:
+        parts += ["", Text("codec " + summary.coded.line)]
     if summary.advice:
         parts += ["", Text("advice: " + summary.advice, style="yellow")]
     return Group(*parts)

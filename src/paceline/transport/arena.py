@@ -6,7 +6,8 @@ everything posted holds the sum and nobody reads this member's memory any more.
 
     SharedArena   one host: the slice is reduced where it lies, in shared memory, by the training thread itself
     Background    the same by a thread beside it, where a core is free for that; else it would only steal one
-    RingArena     one member per host: a thread drives the ring while the training thread computes
+    CarriedArena  private memory: a thread carries each slice to the others, around a ring of hosts or through a codec,
+                  while the training thread computes
     StagedArena   memory of a device, summed through another arena in host memory
 
 `own` tells which part of a slice this member will sum itself. What belongs there need not be copied in before posting:
@@ -37,6 +38,23 @@ _NOTHING = slice(0, 0)
 Kept = tuple[slice, torch.Tensor, float]  # of a slice: what is to be there, and the factor it is still to be given
 
 
+Reduce = Callable[[torch.Tensor], None]  # replaces a flat tensor by its sum over the members
+
+
+class Collective(Protocol):
+    """What a reduction of a strategy's own stands on: some members, in one order."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    def all_reduce(self, flat: torch.Tensor) -> None: ...
+    def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
+Through = Callable[[Collective], Reduce]
+
+
 class Arena(Protocol):
     """The contract of all arenas."""
 
@@ -56,7 +74,7 @@ class Arena(Protocol):
 class Courier:
     """A thread that runs blocking reductions in the order they are handed in."""
 
-    def __init__(self, reduce: Callable[[torch.Tensor], None], name: str) -> None:
+    def __init__(self, reduce: Reduce, name: str) -> None:
         self._reduce = reduce
         self._queue: queue.SimpleQueue[tuple[torch.Tensor, Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"paceline-{name}", daemon=True)
@@ -144,7 +162,7 @@ class SharedArena:
         *,
         limit_s: float,
         status: Status,
-        outer: Callable[[torch.Tensor], None] | None = None,
+        outer: Reduce | None = None,
         hierarchical: bool = False,
     ) -> None:
         self._lane = Lane(links, ranks, name, nbytes, limit_s=limit_s, status=status)
@@ -253,7 +271,7 @@ class SharedArena:
             self._carried.append(self._courier.submit(operation.flat))
         self._lane.own.raise_to(DONE, self._start + self._finished)
 
-    def _carry(self, outer: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    def _carry(self, outer: Reduce) -> Reduce:
         published = 0
 
         def carry(flat: torch.Tensor) -> None:
@@ -311,15 +329,15 @@ class Background:
         return self._begun
 
 
-class RingArena:
-    """An arena in private memory whose slices travel around a ring of hosts."""
+class CarriedArena:
+    """An arena in private memory whose slices a thread reduces, one after another."""
 
-    def __init__(self, reduce: Callable[[torch.Tensor], None], name: str, nbytes: int) -> None:
+    def __init__(self, reduce: Reduce, name: str, nbytes: int) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
         self._courier = Courier(reduce, name)
         self._carried: list[Future[None]] = []
         self.waited_s = 0.0
-        self.sent_bytes = 0  # counted by the ring
+        self.sent_bytes = 0  # counted by what carries them
 
     def own(self, flat: torch.Tensor) -> slice:
         return _NOTHING
@@ -391,4 +409,14 @@ def _part(numel: int, index: int, size: int) -> slice:
     return slice(min(index * per, numel), min((index + 1) * per, numel))
 
 
-__all__ = ["Arena", "Background", "Kept", "RingArena", "SharedArena", "StagedArena"]
+__all__ = [
+    "Arena",
+    "Background",
+    "CarriedArena",
+    "Collective",
+    "Kept",
+    "Reduce",
+    "SharedArena",
+    "StagedArena",
+    "Through",
+]

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, TimedOut
-from paceline.transport.arena import Arena, Background, RingArena, SharedArena, StagedArena
+from paceline.transport.arena import Arena, Background, CarriedArena, SharedArena, StagedArena, Through
 from paceline.transport.mesh import Fault
 from paceline.transport.ring import Ring
 from paceline.transport.shared import Shared
@@ -44,6 +44,7 @@ class Group:
         self._subgroups: list[Group] = []
         self._rings: list[Ring] = []
         self._lanes: list[tuple[str, tuple[int, ...]]] = []  # of the rings
+        self._coded: list[Shared] = []  # of arenas with a reduction of their own
         self._all: Ring | None = None
         self._local: Shared | None = None
         self._leaders: Ring | None = None
@@ -55,15 +56,14 @@ class Group:
         self._hosts = [host for host in self._hosts if host]
         self._mine = next(host for host in self._hosts if wires.rank in host)
         if len(self._mine) > 1:
-            pids = [wires.view.members[r].pid for r in self._mine]
-            self._local = Shared(wires.links, self._mine, pids, name, limit_s=wires.limit_s, status=wires.status)
+            self._local = self._shared(name)
         if len(self._hosts) > 1 and self._mine[0] == wires.rank:
             self._leaders = self._ring([host[0] for host in self._hosts], f"{name}/leaders")
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of this member's that others have read, over all collectives and arenas of this group."""
-        shared = self._local.sent_bytes if self._local else 0
+        shared = sum(s.sent_bytes for s in (self._local, *self._coded) if s)
         return shared + sum(a.sent_bytes for a in self._arenas) + sum(r.sent_bytes for r in self._rings)
 
     @property
@@ -72,20 +72,29 @@ class Group:
         shared = self._local.waited_s if self._local else 0.0
         return shared + sum(a.waited_s for a in self._arenas)
 
-    def arena(self, nbytes: int, device: torch.device | None = None) -> Arena:
-        """Memory for buckets, opened by all members together; see `paceline.transport.arena`."""
+    def arena(self, nbytes: int, device: torch.device | None = None, through: Through | None = None) -> Arena:
+        """Memory for buckets, opened by all members together; see `paceline.transport.arena`.
+
+        Args:
+            through: makes the reduction between hosts, from the collectives of their first members. Where all members
+                share one host, it is made from the collectives of all of them.
+        """
         wires = self._need_wires()
         self._children += 1
         name = f"{self.name}/gradients-{self._children}"
         arena: Arena
+        leads = self._mine[0] == wires.rank and len(self._hosts) > 1
+        ring = self._ring([host[0] for host in self._hosts], name) if leads else None
+        outer = (through(ring) if through else ring.all_reduce) if ring else None
         if len(self._mine) == 1:
-            ring = self._ring([host[0] for host in self._hosts], name)
-            arena = RingArena(ring.all_reduce, name, nbytes)
+            assert outer is not None
+            arena = CarriedArena(outer, name, nbytes)
+        elif through and len(self._hosts) == 1:
+            shared = self._shared(name)
+            self._coded.append(shared)
+            arena = CarriedArena(through(shared), name, nbytes)
         else:
-            outer = None
-            if len(self._hosts) > 1 and self._mine[0] == wires.rank:
-                outer = self._ring([host[0] for host in self._hosts], name).all_reduce
-            shared = SharedArena(
+            inner = SharedArena(
                 wires.links,
                 self._mine,
                 name,
@@ -95,7 +104,7 @@ class Group:
                 outer=outer,
                 hierarchical=len(self._hosts) > 1,
             )
-            arena = Background(shared, name) if self._core_to_spare(device) else shared
+            arena = Background(inner, name) if self._core_to_spare(device) else inner
         if device is not None and device.type != "cpu":
             arena = StagedArena(arena, device)
         self._arenas.append(arena)
@@ -240,6 +249,11 @@ class Group:
             arena.close()
         for ring in self._rings:
             ring.close()
+
+    def _shared(self, name: str) -> Shared:
+        wires = self._need_wires()
+        pids = [wires.view.members[r].pid for r in self._mine]
+        return Shared(wires.links, self._mine, pids, name, limit_s=wires.limit_s, status=wires.status)
 
     def _ring(self, ranks: Sequence[int], lane: str) -> Ring:
         ring = Ring(self._need_wires().mesh, ranks, lane)

@@ -44,7 +44,7 @@ class Shared:
         self._chunk = max(_BLOCK_BYTES // self.size // _ALIGN, 1) * _ALIGN
         self._slot = self._chunk * (self.size + 1)  # a part for every member, and my sum
         self._lane = Lane(links, ranks, name, _SLOTS * self._slot, limit_s=limit_s, status=status)
-        self._me = self._lane.index
+        self._me = self.position = self._lane.index
         self._round = 0
         self.sent_bytes = 0  # what the others read of mine
         self._room = torch.empty(2 * _READ_BYTES, dtype=torch.uint8)

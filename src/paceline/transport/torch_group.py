@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.core.errors import ConfigError, Interrupted
-from paceline.transport.arena import Arena, Kept
+from paceline.transport.arena import Arena, Kept, Through
 from paceline.transport.group import Group
 from paceline.transport.wires import Wires
 
@@ -52,10 +52,10 @@ class TorchGroup(Group):
             device_id=device if backend == "nccl" else None,
         )
 
-    def arena(self, nbytes: int, device: torch.device | None = None) -> Arena:
+    def arena(self, nbytes: int, device: torch.device | None = None, through: Through | None = None) -> Arena:
         device = device or torch.device("cpu")
-        if device.type != self._kind:
-            return super().arena(nbytes, device)
+        if device.type != self._kind or through:
+            return super().arena(nbytes, device, through)
         arena = _TorchArena(nbytes, device)
         self._arenas.append(arena)
         return arena

@@ -1,0 +1,280 @@
+"""All-reduce through a codec: the same bits on all members, nothing unsaid lost, and every fault told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.codecs import PayloadError, make_codec
+from paceline.core.errors import ConfigError
+from paceline.core.settings import Settings
+from paceline.strategies import AllReduce, World, make_strategy
+from paceline.strategies.coder import Coder, Piece, Table
+from paceline.testing.cluster import Cluster
+from paceline.testing.together import together
+from paceline.transport.group import Group
+
+HOSTS = {
+    "one host": ["a", "a"],
+    "two hosts": ["a", "b"],
+    "two members on each of two hosts": ["a", "a", "b", "b"],
+    "three hosts": ["a", "b", "c"],
+}
+CODECS = [
+    "cast(bf16)", "cast(fp16)", "cast(fp8)", "sign", "ternary", "quantize(8)", "quantize(4)", "quantize(2)",
+    "quantize(8, stochastic=True)", "threshold(0.01)", "threshold(density=0.05)", "nonzero", "topk(0.05)",
+    "sampled_topk(0.05)",
+]  # fmt: skip
+
+
+class Small(nn.Module):
+    """Parameters that are encoded and such as are too small for it, and statistics that follow the first member."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(20, 100), nn.BatchNorm1d(100), nn.Linear(100, 30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+def train(group: Group, steps: int, **options: object) -> tuple[nn.Module, AllReduce, list[list[torch.Tensor]]]:
+    """A few steps on unlike data; the gradients of each."""
+    torch.manual_seed(0)
+    model = Small()
+    strategy = AllReduce(bucket_mb=0.005, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy.attach(model, optimizer, World(group, seed=5))
+    generator = torch.Generator().manual_seed(group.rank)
+    history = []
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(8, 20, generator=generator)).square().mean().backward()
+        history.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+    return model, strategy, history
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_all_members_end_with_the_same_bits(codec: str, hosts: list[str]) -> None:
+    def body(group: Group) -> list[torch.Tensor]:
+        model, _, _ = train(group, 4, codec=codec)
+        return list(model.state_dict().values())
+
+    first, *others = together(len(hosts), body, hosts=hosts)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other))
+    assert all(torch.isfinite(t).all() for t in first)
+
+
+def test_a_lossless_codec_gives_what_none_gives() -> None:
+    def body(group: Group) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        return train(group, 3, codec="nonzero")[2], train(group, 3)[2]
+
+    for coded, plain in together(2, body, hosts=["a", "b"]):
+        for one, other in zip(coded, plain):
+            assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("codec", ["topk(0.02)", "sign", "quantize(2)"])
+def test_what_is_unsaid_is_said_later(codec: str) -> None:
+    """Members that stand still: all that was given out plus all that is left is all that there was."""
+
+    def body(group: Group) -> float:
+        torch.manual_seed(1)
+        model = nn.Linear(100, 40, bias=False)
+        strategy = AllReduce(codec=codec)
+        strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+        x = torch.randn(4, 100, generator=torch.Generator().manual_seed(group.rank))
+        given = torch.zeros(40, 100)
+        for _ in range(30):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert model.weight.grad is not None
+            given += model.weight.grad
+        (engine,) = strategy._engines.values()
+        assert engine.coder is not None
+        left = group.all_reduce(engine.coder.residuals["weight"].clone()).view(40, 100)
+        there = 30 * group.all_reduce(x.sum(0).expand(40, 100).clone()) / 2
+        return float((given + left - there).abs().max() / there.abs().max())
+
+    assert max(together(2, body, hosts=["a", "b"])) < 1e-5
+
+
+def test_a_gradient_that_is_not_finite_spoils_the_step_and_no_residual() -> None:
+    """As a GradScaler needs it, which skips the step on everyone and goes on."""
+
+    def body(group: Group) -> tuple[bool, bool, torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Linear(100, 40)
+        strategy = AllReduce(codec="topk(0.05)")
+        strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+        (engine,) = strategy._engines.values()
+        assert engine.coder is not None
+        x = torch.ones(4, 100)
+        model(x).sum().backward()
+        before = engine.coder.residuals["weight"].clone()
+        model.zero_grad()
+        (model(x).sum() * (float("inf") if group.rank else 1.0)).backward()
+        assert model.weight.grad is not None
+        spoilt = not bool(torch.isfinite(model.weight.grad).any())
+        kept = torch.equal(before, engine.coder.residuals["weight"]) or group.rank == 0
+        model.zero_grad()
+        model(x).sum().backward()
+        return spoilt, kept, model.weight.grad.clone()
+
+    (first, kept, grad), (second, kept_too, other) = together(2, body, hosts=["a", "b"])
+    assert first
+    assert second
+    assert kept
+    assert kept_too
+    assert torch.isfinite(grad).all()
+    assert torch.equal(grad, other)
+
+
+def test_residuals_follow_the_learning_rate() -> None:
+    def body(group: Group) -> float:
+        coder = Coder(make_codec("topk(0.01)"), feedback=None, warmup=0, seed=0, group=group)
+        piece, out = Piece("w", slice(0, 4096), 7), torch.empty(40000, dtype=torch.uint8)
+        coder.begin({7: 0.1})
+        coder.encode(piece, torch.ones(4096), out, 2, 0)
+        coder.begin({7: 0.05})
+        coder.encode(piece, torch.zeros(4096), out, 2, 0)
+        return float(coder.residuals["w"][-1])
+
+    assert together(2, body) == [2.0, 2.0]
+
+
+def test_unbiased_codecs_keep_no_residual_unless_told() -> None:
+    def body(group: Group) -> list[bool]:
+        words = ["quantize(8, stochastic=True)", "quantize(8)"]
+        coders = [Coder(make_codec(w), feedback=None, warmup=0, seed=0, group=group) for w in words]
+        told = Coder(make_codec(words[1]), feedback=False, warmup=0, seed=0, group=group)
+        return [c.feedback for c in (*coders, told)]
+
+    assert together(2, body)[0] == [False, True, False]
+
+
+def test_warmup_exchanges_gradients_as_they_are() -> None:
+    def body(group: Group) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+        return train(group, 4, codec="sign", warmup=3)[2], train(group, 4)[2]
+
+    for coded, plain in together(2, body, hosts=["a", "b"]):
+        for step in range(3):
+            assert all(torch.allclose(a, b) for a, b in zip(coded[step], plain[step]))
+        assert not all(torch.allclose(a, b) for a, b in zip(coded[3], plain[3]))
+
+
+def test_members_with_other_codecs_are_told_so() -> None:
+    def body(group: Group) -> None:
+        train(group, 1, codec="sign" if group.rank else "topk(0.01)")
+
+    with pytest.raises(ConfigError, match=r"member 0 encodes with topk.* and member 1 with sign"):
+        together(2, body)
+
+
+def test_the_words_of_the_command_line() -> None:
+    strategy = make_strategy("allreduce(bucket_mb=8)", "topk(0.02)")
+    assert isinstance(strategy, AllReduce)
+    assert strategy.codec is not None
+    assert strategy.codec.words.startswith("topk(density=0.02")
+    assert make_strategy("allreduce(codec='sign')", "none").codec is None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="unknown codec 'topc': did you mean 'topk'"):
+        make_strategy("allreduce", "topc(0.1)")
+    with pytest.raises(ConfigError, match="warmup=-1"):
+        AllReduce(codec="sign", warmup=-1)
+
+
+class Loop:
+    """A collective of one member that gives back what the test puts in its place."""
+
+    size, position = 2, 0
+
+    def __init__(self, change: object) -> None:
+        self._change = change
+
+    def all_reduce(self, flat: torch.Tensor) -> None:
+        raise AssertionError("not with this codec")
+
+    def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        rows = out.view(2, -1)
+        rows[0], rows[1] = flat, self._change(flat.clone()) if flat.dtype == torch.uint8 else flat  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("place", [0, 4, 8, 12, 20, -1])
+def test_an_altered_message_is_refused(place: int) -> None:
+    def alter(message: torch.Tensor) -> torch.Tensor:
+        message[place] ^= 0x10
+        return message
+
+    def body(group: Group) -> None:
+        coder = Coder(make_codec("topk(0.05)"), feedback=None, warmup=0, seed=0, group=group)
+        table = Table(coder)
+        flat = torch.randn(2000)
+        table.add(0, flat.dtype, 2000, [Piece("w", slice(0, 1500), 1)])
+        coder.begin({})
+        with pytest.raises(PayloadError, match="member 1"):
+            table.through(Loop(alter))(flat)
+
+    together(1, body)
+
+
+SCRIPT = """
+import hashlib, os, signal, sys, torch, paceline
+kill = int(sys.argv[1])
+run = paceline.join(codec=sys.argv[2], checkpoint_every_s=0.01)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 40))
+optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+run.track(scheduler=scheduler)
+data = torch.utils.data.TensorDataset(torch.randn(64, 40), torch.randn(64, 40))
+loader = run.loader(data, 4)
+for epoch in run.epochs(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        if run._meter.step == kill and run.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+print("ENDS", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
+"""
+
+
+def test_the_summary_tells_bytes_times_and_what_is_unsaid(tmp_path: Path) -> None:
+    Cluster(2).run(SCRIPT, ["-1", "topk(0.02)"], settings=Settings(root=str(tmp_path), name="told"))
+    told = json.loads((tmp_path / "told" / "summary.json").read_text())["coded"]
+    steps, coded, rest = 24, 2 * 40 * 60, 60 + 40 + 5 + 4
+    assert told["codec"].startswith("topk(density=0.02")
+    assert told["bytes_before"] >= 2 * steps * 4 * (coded + rest)
+    exact = 8 + 2 * (4 + make_codec("topk(0.02)").nbytes(2400))
+    assert abs(told["bytes_after"] / (2 * steps) - exact - 4 * rest) <= 4 * 16 * 4  # padding between parameters
+    assert told["residual_norm"] > 0
+    assert min(told[f"{part}_s"] for part in ("encode", "wire", "decode")) > 0
+    assert "topk(density=0.02" in (tmp_path / "told" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("codec", ["topk(0.02)", "quantize(4, stochastic=True)"])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, codec: str) -> None:
+    ends = []
+    for name, kills in ("whole", [-1]), ("broken", [13, -1]):
+        for kill in kills:
+            done = Cluster(2).run(SCRIPT, [str(kill), codec], settings=Settings(root=str(tmp_path), name=name))
+        ends.append([line for member in done for line in member.output.splitlines() if "ENDS" in line])
+    assert len(ends[0]) == 2
+    assert ends[0] == ends[1]
+
+
+def test_members_that_are_gone_hand_on_what_they_left_unsaid() -> None:
+    def body(group: Group) -> float:
+        coder = Coder(make_codec("sign"), feedback=None, warmup=0, seed=0, group=group)
+        states = [{"residuals": {"w": torch.full((3,), float(i))}, "rates": {}} for i in (1, 2)]
+        coder.load(states)
+        return float(coder.residuals["w"].sum())
+
+    assert together(1, body) == [9.0]
