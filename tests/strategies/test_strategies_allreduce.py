@@ -431,3 +431,59 @@ def test_a_parameter_put_in_by_hand_is_refused() -> None:
             strategy.finish(optimizer)
 
     together(2, body)
+
+
+def test_the_batch_drawn_last_decides_the_weight() -> None:
+    """Batches that no backward pass follows (an evaluation) weigh nothing; several loaders weigh once."""
+
+    def body(group: Group) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        world, _ = attached(group, model)
+        seen = []
+        for draws in [[4]], [[1 + group.rank], [4]], [[4], [1]], [[3 - group.rank]]:
+            for (drawn,) in draws:
+                world.tally.add(drawn, 4)
+            model.zero_grad()
+            (model.weight.sum() * (1.0 + group.rank)).backward()
+            assert model.weight.grad is not None
+            seen.append(float(model.weight.grad))
+        return seen
+
+    first, second = together(2, body)
+    assert first == second
+    assert first == pytest.approx([1.5, 1.5, 1.5, (3 * 1 + 2 * 2) / 5])
+
+
+def test_a_layer_unfrozen_with_a_short_batch_in_hand_is_weighed_like_the_others() -> None:
+    def body(group: Group) -> tuple[float, float]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)])
+        world, _ = attached(group, model)
+        sum(p.sum() for p in model).backward()  # type: ignore[union-attr]
+        model.zero_grad()
+        world.tally.add(4 - 3 * group.rank, 4)
+        model[1].requires_grad_(True)
+        (sum(p.sum() for p in model) * (1.0 + group.rank)).backward()
+        assert model[0].grad is not None
+        assert model[1].grad is not None
+        return float(model[0].grad), float(model[1].grad)
+
+    for one, other in together(2, body):
+        assert one == other == pytest.approx((4 * 1 + 1 * 2) / 5)
+
+
+def test_freezing_in_turns_makes_no_new_arenas() -> None:
+    def body(group: Group) -> list[int]:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        attached(group, model)
+        counts = []
+        for step in range(8):
+            for i, part in enumerate(model):
+                part.requires_grad_(i == step % 2)
+            model.zero_grad()
+            model[step % 2](torch.ones(1, 3)).sum().backward()
+            counts.append(len(group._arenas))
+        return counts
+
+    for counts in together(2, body):
+        assert counts[-1] == 1
+        assert counts[3:] == [1] * 5

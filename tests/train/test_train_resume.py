@@ -227,3 +227,53 @@ def test_a_group_that_the_script_adds_again_is_the_same(tmp_path: Path) -> None:
     (end, other) = words(Cluster(2).run(GROUPS, ["-1"], settings=settings), "ENDS")
     assert end == other
     assert end.startswith("[0.1, 0.05]")
+
+
+LOOPS = """
+import contextlib, hashlib, os, signal, sys, time
+import torch, torch.nn.functional as F
+import paceline
+
+mode, kill = sys.argv[1], int(sys.argv[2])
+run = paceline.join(checkpoint_every_s=1e-9)
+torch.manual_seed(0)
+body, head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+model = torch.nn.Sequential(body, head)
+body.requires_grad_(mode != "unfreeze")
+given = head.named_parameters() if mode == "unfreeze" else model.parameters()
+optimizer = run.optimizer(torch.optim.SGD(given, lr=0.1, momentum=0.9), model)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+average = torch.optim.swa_utils.AveragedModel(model)
+run.track(scheduler=scheduler, average=average)
+generator = torch.Generator().manual_seed(1)
+inputs, targets = torch.randn(80, 8, generator=generator), torch.randint(4, (80,), generator=generator)
+data = torch.utils.data.TensorDataset(inputs, targets)
+loader, other = run.loader(data, 4), run.loader(data, 8, shuffle=False)
+for epoch in run.epochs(3):
+    if mode == "unfreeze" and epoch == 1:
+        body.requires_grad_(True)
+        optimizer.add_param_group({"params": list(body.named_parameters()), "lr": 0.05})
+    for i, (x, y) in enumerate(loader):
+        last = mode != "accumulate" or (i + 1) % 4 == 0 or i + 1 == len(loader)
+        with contextlib.nullcontext() if last else run.accumulate():
+            F.cross_entropy(model(x), y).backward()
+        if not last: continue
+        optimizer.step(); optimizer.zero_grad()
+        if mode == "evaluate":
+            with torch.no_grad():
+                sum(float(F.cross_entropy(model(a), b)) for a, b in other)
+        if run._meter.step == kill and run.is_first: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)
+        scheduler.step(); average.update_parameters(model)
+print("ENDS", optimizer.param_groups[0]["lr"], hashlib.sha256(b"".join(
+    p.detach().numpy().tobytes() for m in (model, average) for p in m.parameters())).hexdigest())
+"""
+
+
+@pytest.mark.parametrize(("mode", "kill"), [("unfreeze", 25), ("evaluate", 14), ("accumulate", 5)])
+def test_loops_as_people_write_them_resume_exactly(tmp_path: Path, mode: str, kill: int) -> None:
+    """Layers unfrozen on the way; an evaluation within the loop body; the last, shorter window of an accumulation."""
+    whole = words(Cluster(2).run(LOOPS, [mode, "-1"], settings=Settings(root=str(tmp_path), name="whole")), "ENDS")
+    settings = Settings(root=str(tmp_path), name="run")
+    assert any(member.code == -9 for member in Cluster(2).run(LOOPS, [mode, str(kill)], settings=settings))
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert words(Cluster(2).run(LOOPS, [mode, "-1"], settings=settings), "ENDS") == whole

@@ -211,3 +211,16 @@ def test_arena_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
             expected = [sum(4 + k + r for r in range(n)) for k in range(3)]
             assert result.view(3, 64)[:, 0].tolist() == expected
             assert result.view(3, 64)[:, 63].tolist() == expected
+
+
+def test_reducing_a_parameter_changes_its_value_and_nothing_else():
+    def body(group: Group) -> tuple[float, float]:
+        p = torch.nn.Parameter(torch.tensor([1.0 + group.rank]))
+        group.all_reduce(p, "mean")
+        mean = float(p)
+        group.all_reduce(p.detach().mul_(1 + group.rank), "max")
+        with pytest.raises(ConfigError, match="convert it first"):
+            group.all_reduce(torch.ones(2, dtype=torch.int64), "mean")
+        return mean, float(group.all_reduce(p, "max"))
+
+    assert together(2, body) == [(1.5, 3.0), (1.5, 3.0)]

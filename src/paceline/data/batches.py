@@ -39,6 +39,12 @@ class Batches:
         self._in_background = False
         self._slow = 0
         self._over = False
+        self._drawn = False
+
+    @property
+    def active(self) -> bool:
+        """Whether a loop has drawn from it and may draw more."""
+        return self._drawn and not self._over
 
     def __iter__(self) -> Batches:
         return self
@@ -64,6 +70,7 @@ class Batches:
         except BaseException:
             self.close()
             raise
+        self._drawn = True
         loader.handed_out(self._feed, real)
         return batch
 

@@ -112,6 +112,7 @@ class Loader:
         self._on_note = on_note
         self._noted: set[str] = set()
         self._loaded: dict[str, Any] = {}  # the state that was loaded, until its epoch is over
+        self._left: tuple[tuple[int, int], int | None] | None = None  # batches of the resumed pass of an epoch
         self._feed: Feed | None = None  # the newest iteration's
         self._begun = False
         self._live: weakref.WeakSet[Batches] = weakref.WeakSet()
@@ -120,20 +121,41 @@ class Loader:
             self.note("workers has no effect: the dataset is made of tensors, which are quicker to index here")
 
     def __len__(self) -> int:
-        """Batches in a whole epoch; a TypeError where only reading the data can tell."""
-        batches = self.source.batches
+        """Batches of an epoch; in one that was resumed, those that this iteration has or will have.
+
+        Raises:
+            TypeError: only reading the data can tell.
+        """
+        batches = self.whole
+        if batches is not None and (start := self._start()):
+            place = (self.epoch, self._pass)
+            if self._left is None or self._left[0] != place:
+                self._left = place, self.source.left(self._pass_seed(), self.epoch, start)
+            batches = self._left[1]
         if batches is None:
             raise TypeError(f"the length of a loader over {type(self.dataset).__name__} is not known")
         return batches
 
+    @property
+    def whole(self) -> int | None:
+        """Batches of a whole epoch, where that is known."""
+        return self.source.batches
+
+    @property
+    def active(self) -> bool:
+        """Whether a loop over it is under way."""
+        return any(batches.active for batches in self._live)
+
     def __iter__(self) -> Batches:
         if self._begun:
             self._pass, self._begun = self._pass + 1, False
-        seed = mix(self.seed, self._pass) if self._pass else self.seed
-        self._feed = self.source.begin(seed, self.epoch, self._start())
+        self._feed = self.source.begin(self._pass_seed(), self.epoch, self._start())
         batches = Batches(self, self._feed)
         self._live.add(batches)
         return batches
+
+    def _pass_seed(self) -> int:
+        return mix(self.seed, self._pass) if self._pass else self.seed
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the first of `epoch`; a loaded state of the same epoch still decides where."""

@@ -91,6 +91,11 @@ class MapSource:
         course = self.sampler.begin(0, 0, [])
         return course.batches if self.terms.pad else course.own_batches
 
+    def left(self, seed: int, epoch: int, state: dict[str, Any]) -> int | None:
+        """Batches from this state on."""
+        course = self.sampler.begin(seed, epoch, state.get("history", []))
+        return (course.batches if self.terms.pad else course.own_batches) - course.done
+
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
         return MapFeed(self.fetch, self.sampler.begin(seed, epoch, state.get("history", [])), self.terms.pad)
 
@@ -108,13 +113,17 @@ class StreamSource:
 
     @property
     def batches(self) -> int | None:
+        return self.left(0, 0, {})
+
+    def left(self, seed: int, epoch: int, state: dict[str, Any]) -> int | None:
+        """Batches from this state on."""
         if self.length is None:
             return None
         whole = isinstance(self.terms.partition, Columns)
         span = self.terms.batch_size * (1 if whole else self.terms.size)
-        full, rest = divmod(self.length, span)
+        full, rest = divmod(max(0, self.length - state.get("consumed", 0)), span)
         first_idle = 0 if self.terms.pad or whole else self.terms.rank  # in the last, shorter batch
-        return full + (rest > first_idle and not self.terms.drop_last)
+        return int(full + (rest > first_idle and not self.terms.drop_last))
 
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
         cut = self.terms.cut(seed, epoch)
@@ -135,6 +144,9 @@ class FileSource:
             if terms.size > 1:
                 raise ConfigError("ByFile on several members needs agree=: how they tell each other their counts")
             self.agree = lambda number: [number]
+
+    def left(self, seed: int, epoch: int, state: dict[str, Any]) -> int | None:
+        return None
 
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
         cut = self.terms.cut(seed, epoch)

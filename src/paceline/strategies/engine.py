@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.strategies.buckets import BAD, LATE, MARKS, WEIGHT, WISH, Layout, 
 from paceline.strategies.coder import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
+from paceline.transport.arena import Arena
 
 
 class Engine:
@@ -46,14 +48,16 @@ class Engine:
         self._parameters: dict[int, torch.nn.Parameter] = {}
         self._hooks: list[Any] = []
         self._layout: Layout | None = None
+        self._arenas: list[Arena] = []  # of the layout made last
+        self._trained: set[int] = set()  # ids of parameters that have been trained
         self._slots: dict[int, Slot] = {}
         self._arrivals: list[str] = []
         self._late: dict[str, torch.Tensor] = {}  # by name: gradients that missed their bucket or have none
         self._bad = ""
         self._scale = 1.0 / world.group.size
-        self._weight = 1.0
-        self._weighing: list[Any] = []  # hooks, while this member's batch is not a full one
-        self._seen = (world.tally.drawn, world.tally.nominal)  # what has weighed in already
+        self._weighing: dict[int, Any] = {}  # hooks by id of the parameter, while this member's batch is not a full one
+        self._weights: list[float] = []  # of the passes whose gradients are being added up
+        self._pass = -1  # the last of them
         self._at_first = {name: (id(b), b._version) for name, b in model.named_buffers()}
         self._moving: list[tuple[torch.nn.Module, str]] = []  # buffers that follow the first member
         world.tally.listeners.append(self._weigh)
@@ -89,6 +93,12 @@ class Engine:
 
     def _arrived(self, p: torch.Tensor) -> None:
         """The gradient of `p` is ready. Runs inside the backward pass."""
+        weight, task = self._world.tally.weight, torch._C._current_graph_task_id()
+        if task != self._pass:
+            self._pass = task
+            self._weights.append(weight)
+        if weight != 1.0 and id(p) not in self._weighing and p.grad is not None:  # trained since the batch was drawn
+            p.grad.mul_(weight)
         if self._world.accumulating:
             if slot := self._slots.get(id(p)):
                 slot.mean = False
@@ -114,11 +124,6 @@ class Engine:
         if self.busy:
             return
         self.busy = True
-        tally = self._world.tally
-        drawn, nominal = tally.drawn - self._seen[0], tally.nominal - self._seen[1]
-        self._seen = (tally.drawn, tally.nominal)
-        if nominal:  # else another pass over the same batch
-            self._weight = drawn / nominal
         if self._layout:
             self._layout.start()
         if self.coder:
@@ -127,15 +132,15 @@ class Engine:
 
     def _weigh(self, weight: float) -> None:
         """From the next pass on multiply gradients by `weight`, before autograd adds them to what is there."""
-        for hook in self._weighing:
+        for hook in self._weighing.values():
             hook.remove()
         self._weighing.clear()
         if weight != 1.0:
-            self._weighing = [
-                p.register_hook(functools.partial(self._weighed, p, weight))  # type: ignore[no-untyped-call]
-                for p in self._parameters.values()
+            self._weighing = {
+                i: p.register_hook(functools.partial(self._weighed, p, weight))  # type: ignore[no-untyped-call]
+                for i, p in self._parameters.items()
                 if p.requires_grad
-            ]
+            }
 
     def _weighed(self, p: torch.Tensor, weight: float, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of a batch that is not full. A mean of an earlier pass that it will be added to is weighed too,
@@ -203,10 +208,11 @@ class Engine:
             layout.launch()  # bucket by bucket: in a first pass all gradients are here, and memory is freed on the way
         control = [0.0] * MARKS + [float(s.arrived) for s in layout.slots]
         control[WEIGHT], control[LATE], control[BAD] = (
-            self._weight,
+            statistics.fmean(self._weights) if self._weights else self._world.tally.weight,
             float(len(self._late)),
             float(bool(self._bad)),
         )
+        self._weights.clear()
         control[WISH] = float(self._world.wish)
         layout.control.copy_(torch.tensor(control))
         if self._moving and self._world.group.rank == 0:
@@ -272,7 +278,9 @@ class Engine:
     def _lay_out(self) -> None:
         """Agree on the order of gradients and lay out the buckets; the gradients so far wait in `p.grad`."""
         group = self._world.group
-        trained = {self._names[i]: p for i, p in self._parameters.items() if p.requires_grad}
+        # What was trained once keeps its place: a loop that freezes its models in turns needs one layout.
+        self._trained |= {i for i, p in self._parameters.items() if p.requires_grad}
+        trained = {self._names[i]: p for i, p in self._parameters.items() if i in self._trained}
         buffers = dict(self._model.named_buffers())
         changed = [name for name, b in buffers.items() if self._at_first.get(name) != (id(b), b._version)]
         said = json.dumps({"order": self._arrivals, "names": sorted(trained), "changed": changed}).encode()
@@ -291,12 +299,12 @@ class Engine:
             if b.dtype in _EXACT_IN_FLOAT32 and (id(b) in norms or name in moved or b.nbytes <= _SMALL_BYTES)
         ]
         self._moving = [(self._model.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in chosen]
-        if self._layout is not None:
-            for arena in self._layout.arenas:
-                arena.close()
+        for arena in self._arenas:
+            group.release(arena)
         self._arrivals.clear()
         named = [(n, trained[n]) for n in self.order]
         self._layout = Layout(group, named, self._buffers(), self._bucket_bytes, self.coder)
+        self._arenas = self._layout.arenas
         self._slots = {id(s.parameter): s for s in self._layout.slots}
 
     def _report_bad(self) -> None:
@@ -308,7 +316,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        for hook in [*self._hooks, *self._weighing]:
+        for hook in [*self._hooks, *self._weighing.values()]:
             hook.remove()
 
 

@@ -3,6 +3,7 @@
 A script may add a parameter group in the middle of a run (gradual unfreezing). When that run is resumed, the script
 starts with the groups of its beginning, and the epoch in which it added one may not come again: the groups that are
 missing are added from the checkpoint. If the script then adds the same parameters once more, that is the same group.
+Which parameters are trained (`requires_grad`) comes back too, for the same reason.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ class SavedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         names = names_of(self._model)
         groups = [[names.get(id(p), "") for p in group["params"]] for group in self._optimizer.param_groups]
-        return {**self._optimizer.state_dict(), "names": groups}
+        trained = [names[id(p)] for p in self._model.parameters() if p.requires_grad]
+        return {**self._optimizer.state_dict(), "names": groups, "trained": trained}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         groups = self._optimizer.param_groups
         by_name = {name: p for p in self._model.parameters() if (name := names_of(self._model).get(id(p)))}
+        if "trained" in state:
+            for name, p in by_name.items():
+                p.requires_grad_(name in state["trained"])
         for names, saved in list(zip(state.get("names", ()), state["param_groups"]))[len(groups) :]:
             if missing := [name for name in names if name not in by_name]:
                 raise ConfigError(
@@ -39,6 +44,7 @@ class SavedOptimizer:
                 )
             options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
             parameters = [by_name[name] for name in names]
-            self._optimizer.add_param_group({"params": parameters, **options})
+            given = list(zip(saved["param_names"], parameters)) if "param_names" in saved else parameters
+            self._optimizer.add_param_group({"params": given, **options})
             restored(self._optimizer).append({id(p) for p in parameters})
         self._optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})

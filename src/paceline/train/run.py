@@ -78,6 +78,7 @@ class Run:
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
         self._in_epochs = self._began = False
+        self._driving: Loader | None = None  # whose loop is the outermost
         self._save_next = False  # a step has ended since all members agreed to save
         self._epoch_step = 0  # steps before the epoch under way
 
@@ -118,7 +119,7 @@ class Run:
             device=self.device,
             seed=options.pop("seed", self.seed),
             draw=self._drawn if options.get("pad", True) else None,  # evaluation weighs nothing
-            before=self._between_steps,
+            before=lambda: self._between_steps(loader),
             agree=self._agree,
             on_note=self._warn,
             **options,
@@ -301,7 +302,7 @@ class Run:
             if loader.epoch != epoch:  # a resumed loader stands in the middle of this epoch already
                 loader.set_epoch(epoch)
         with contextlib.suppress(TypeError):
-            steps = len(self._loaders[0]) if self._loaders else None
+            steps = self._loaders[0].whole if self._loaders else None
         self._status.set("training")
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._epoch_step)
         self._meter.start()
@@ -316,10 +317,15 @@ class Run:
             self._save(epoch + 1)
         self._world.granted = self._world.wish = self._save_next = False
 
-    def _between_steps(self) -> None:
-        """The loop asks for its next batch: nothing of the last step is left undone."""
+    def _between_steps(self, loader: Loader) -> None:
+        """The loop asks for its next batch: nothing of the last step is left undone.
+
+        A loop within the loop (an evaluation) is in the middle of a step: only the outermost loader's asking counts.
+        """
         self._strategy.cleared()
-        if self._save_next and self._in_epochs:
+        if self._driving is None or not self._driving.active:
+            self._driving = loader
+        if self._save_next and self._in_epochs and loader is self._driving:
             self._save_next = self._world.wish = False
             self._save(self._meter.epoch)
 

@@ -41,6 +41,7 @@ class Group:
         self._wires = wires
         self._children = 0
         self._arenas: list[Arena] = []
+        self._past = (0, 0.0)  # bytes sent and seconds waited in arenas that were released
         self._subgroups: list[Group] = []
         self._rings: list[Ring] = []
         self._lanes: list[tuple[str, tuple[int, ...]]] = []  # of the rings
@@ -64,13 +65,13 @@ class Group:
     def sent_bytes(self) -> int:
         """Bytes of this member's that others have read, over all collectives and arenas of this group."""
         shared = sum(s.sent_bytes for s in (self._local, *self._coded) if s)
-        return shared + sum(a.sent_bytes for a in self._arenas) + sum(r.sent_bytes for r in self._rings)
+        return shared + self._past[0] + sum(a.sent_bytes for a in self._arenas) + sum(r.sent_bytes for r in self._rings)
 
     @property
     def waited_s(self) -> float:
         """Seconds that the training thread has waited for others in arenas and shared memory."""
         shared = self._local.waited_s if self._local else 0.0
-        return shared + sum(a.waited_s for a in self._arenas)
+        return shared + self._past[1] + sum(a.waited_s for a in self._arenas)
 
     def arena(self, nbytes: int, device: torch.device | None = None, through: Through | None = None) -> Arena:
         """Memory for buckets, opened by all members together; see `paceline.transport.arena`.
@@ -110,17 +111,25 @@ class Group:
         self._arenas.append(arena)
         return arena
 
+    def release(self, arena: Arena) -> None:
+        """Give up an arena. Its memory goes when nobody holds a part of it any more."""
+        arena.close()
+        self._arenas.remove(arena)
+        self._past = (self._past[0] + arena.sent_bytes, self._past[1] + arena.waited_s)
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce over the members, in place: sum, mean, max, min or product."""
         if op not in _OPERATIONS:
             raise ConfigError(f"unknown operation {op!r}: known are {', '.join(_OPERATIONS)}")
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(f"the mean of {tensor.dtype} is no {tensor.dtype}: convert it first, or take the sum")
         if self.size == 1:
             return tensor
         if op in ("max", "min", "product"):
-            stacked = torch.stack(self.all_gather(tensor))
-            if op == "product":
-                return tensor.copy_(stacked.prod(0))
-            return tensor.copy_(stacked.amax(0) if op == "max" else stacked.amin(0))
+            stacked = torch.stack(self.all_gather(tensor.detach()))
+            result = stacked.prod(0) if op == "product" else stacked.amax(0) if op == "max" else stacked.amin(0)
+            with torch.no_grad():
+                return tensor.copy_(result)
         flat = _flat(tensor)
         try:
             if self._local:
@@ -133,7 +142,8 @@ class Group:
             self.abort(error)
             raise
         _restore(tensor, flat)
-        return tensor.div_(self.size) if op == "mean" else tensor
+        with torch.no_grad():
+            return tensor.div_(self.size) if op == "mean" else tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everyone's tensor, in the order of ranks; all have the same shape."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.core.errors import Interrupted
 from paceline.core.status import Status
 from paceline.transport import reach
 from paceline.transport.local import Links
@@ -106,7 +107,7 @@ class Shared:
             theirs, total = self._room.view(block.dtype).view(2, -1)[:, : mine.numel()]
             for j, base in enumerate(bases):
                 if j != self._me:
-                    reach.read(self._pids[j], base + mine.data_ptr(), theirs)
+                    self._read(j, base + mine.data_ptr(), theirs)
                 if self.size == 2:
                     if j != self._me:
                         mine.add_(theirs)
@@ -122,7 +123,15 @@ class Shared:
             j = (self._me + j) % self.size
             if blocks[j].numel():
                 self._lane.wait(REDUCED, summed, only=j)
-                reach.read(self._pids[j], bases[j] + blocks[j].data_ptr(), blocks[j])
+                self._read(j, bases[j] + blocks[j].data_ptr(), blocks[j])
+
+    def _read(self, index: int, address: int, into: torch.Tensor) -> None:
+        try:
+            reach.read(self._pids[index], address, into)
+        except Interrupted as error:
+            gone = Interrupted(f"member {self._lane.ranks[index]} left the run: {error}")
+            gone.rank = self._lane.ranks[index]
+            raise gone from None
 
     def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """`out`, of size times the elements, gets everyone's `flat` in the order of ranks."""
