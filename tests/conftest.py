@@ -20,7 +20,11 @@ _OWN = ("resource_tracker", "forkserver")  # Python's own, which stay for the li
 def children() -> dict[int, str]:
     found = {}
     for task in Path("/proc/self/task").glob("*/children"):
-        for pid in task.read_text().split():
+        try:
+            pids = task.read_text().split()
+        except OSError:  # a thread that has ended meanwhile
+            continue
+        for pid in pids:
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_length
+from paceline.codecs.codec import Context, check_finite, check_length, largest_magnitude
 from paceline.core.errors import ConfigError, nearest
 
 _TYPES = {
@@ -23,6 +23,7 @@ class Cast:
     """
 
     unbiased = False
+    varies = False
 
     def __init__(self, to: str = "bf16") -> None:
         if to not in _TYPES:
@@ -39,14 +40,14 @@ class Cast:
         return numel * self.dtype.itemsize + (0 if self.additive else 4)
 
     def bound(self, x: torch.Tensor) -> float:
-        largest = float(x.abs().max()) if x.numel() else 0.0
+        largest = largest_magnitude(x)
         if self.additive:
             return max(0.0, largest - self._largest) + largest * self._relative + _STEP[self.to]
         return largest * self._relative + _scale(largest, self._largest) * _STEP[self.to]
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
         whole = x if residual is None else x + residual
-        largest = float(torch.linalg.vector_norm(whole, float("inf"))) if x.numel() else 0.0
+        largest = largest_magnitude(whole)
         check_finite(largest, self)
         size = self.nbytes(x.numel())
         if self.additive:

@@ -43,6 +43,10 @@ class Codec(Protocol):
     def unbiased(self) -> bool:
         """Whether the mean of what is decoded is what was encoded: such a codec takes no residual by default."""
 
+    @property
+    def varies(self) -> bool:
+        """Whether the number of bytes depends on the values."""
+
     def nbytes(self, numel: int) -> int:
         """The bytes that so many elements become; the most, where it depends on the values."""
 
@@ -68,6 +72,14 @@ def check_length(payload: torch.Tensor, expected: int, codec: Codec) -> None:
     """Refuse a payload that does not have the bytes that it must have."""
     if payload.dtype != torch.uint8 or payload.numel() != expected:
         raise PayloadError(f"a payload of {codec.words} has {payload.numel()} bytes where {expected} belong")
+
+
+def largest_magnitude(x: torch.Tensor) -> float:
+    """Of a tensor; nan where there is one."""
+    if not x.numel():
+        return 0.0
+    low, high = torch.aminmax(x)
+    return max(-float(low), float(high)) if low == low else float("nan")
 
 
 def check_finite(largest: float, codec: Codec) -> None:

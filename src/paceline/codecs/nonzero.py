@@ -36,6 +36,7 @@ class NonZero:
     """The elements that are not zero, lossless."""
 
     unbiased = True
+    varies = True
     additive = False
 
     @property

@@ -30,6 +30,8 @@ class Quantize:
 
     additive = False
 
+    varies = False
+
     def __init__(self, bits: int = 8, block: int = 256, stochastic: bool = False) -> None:
         if bits not in (8, 4, 2):
             raise ConfigError(f"quantize(bits={bits!r}): 8, 4 or 2 bits are possible")

@@ -48,6 +48,7 @@ class SampledTopK:
     """
 
     unbiased = False
+    varies = True
     additive = False
 
     def __init__(self, density: float = 0.01, values: str = "float32") -> None:

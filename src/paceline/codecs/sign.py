@@ -22,6 +22,7 @@ class Sign:
     """
 
     unbiased = False
+    varies = False
     additive = False
 
     def __init__(self, block: int = 1024) -> None:

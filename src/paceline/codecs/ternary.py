@@ -35,6 +35,8 @@ class Ternary:
 
     additive = False
 
+    varies = False
+
     def __init__(self, clip: float = 2.5, block: int = 1024) -> None:
         if isinstance(clip, bool) or not isinstance(clip, int | float) or not (clip >= 0 and math.isfinite(clip)):
             raise ConfigError(f"ternary(clip={clip!r}): a number above 0 is needed, such as 2.5, or 0 to clip nothing")

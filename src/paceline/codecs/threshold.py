@@ -47,6 +47,7 @@ class Threshold:
     """
 
     unbiased = False
+    varies = True
     additive = False
 
     def __init__(self, value: float | None = None, density: float | None = None, values: str = "float32") -> None:

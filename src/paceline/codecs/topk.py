@@ -37,6 +37,7 @@ class TopK:
     """
 
     unbiased = False
+    varies = False
     additive = False
 
     def __init__(self, density: float = 0.01, chunk: int = 4096, values: str = "float32") -> None:

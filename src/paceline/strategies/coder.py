@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from paceline.codecs import Codec, Context, PayloadError
+from paceline.codecs.codec import largest_magnitude
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.transport.arena import Collective, Reduce
 from paceline.transport.group import Group
@@ -151,8 +152,8 @@ class Table:
                 plain.append(slice(at, stop))
             at = piece.at.stop if piece else numel
         rest = sum(s.stop - s.start for s in plain) * dtype.itemsize
-        largest = _HEAD + sum(4 + _padded(codec.nbytes(p.numel)) for p in chosen) + rest
-        self._plans[offset] = Plan(chosen, plain, largest)
+        longest = _HEAD + sum(4 + _padded(codec.nbytes(p.numel)) for p in chosen) + rest
+        self._plans[offset] = Plan(chosen, plain, _padded(longest))
 
     def through(self, collective: Collective) -> Reduce:
         """How the arena's slices are summed."""
@@ -222,7 +223,7 @@ class Table:
         message, flags, at = plan.codes, 0, _HEAD + 4 * len(plan.coded)
         lengths = message[_HEAD:at].view(torch.int32)
         # Looked at first: no residual may change where another piece of the bucket cannot be encoded.
-        if not math.isfinite(torch.linalg.vector_norm(flat, math.inf)):
+        if not math.isfinite(largest_magnitude(flat)):
             flags = _NOT_FINITE
         for i, piece in enumerate(plan.coded):
             length = 0
@@ -235,6 +236,9 @@ class Table:
             size = (s.stop - s.start) * flat.element_size()
             message[at : at + size].copy_(flat[s].view(torch.uint8))
             at += size
+        if not coder.codec.varies:  # always of one length, so that nobody has to ask for it
+            message[at : plan.nbytes].zero_()
+            at = plan.nbytes
         head = message[:_HEAD].view(torch.int32)
         head[1] = flags
         head[0] = _checksum(message[4:at])
@@ -242,6 +246,10 @@ class Table:
 
     def _carry(self, plan: Plan, message: torch.Tensor, collective: Collective) -> list[torch.Tensor]:
         """Everyone's message; all are given the room of the longest."""
+        if not self._coder.codec.varies:
+            room = torch.empty(collective.size * plan.nbytes, dtype=torch.uint8)
+            collective.all_gather(message, room)
+            return list(room.view(collective.size, -1))
         sizes = torch.empty(collective.size, dtype=torch.int64)
         collective.all_gather(torch.tensor([message.numel()]), sizes)
         longest = int(sizes.max())
