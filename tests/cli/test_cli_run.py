@@ -135,6 +135,21 @@ def test_who_failed_is_said_in_one_place_at_the_end():
     assert record.read(Path("runs/x")).exit_code == 1
 
 
+def test_a_member_that_left_with_exit_code_0_is_named():
+    source = """
+        import os, sys, time
+        from paceline.core.errors import Interrupted
+        if os.environ["PACELINE_RANK"] == "1":
+            sys.exit(0)
+        time.sleep(1)
+        raise Interrupted("member 1 left the run")
+    """
+    done = run("-n", "2", "--name", "x", write(source))
+    assert done.returncode == 1
+    assert "rank 1 had ended before with exit code 0" in done.stderr
+    assert "runs/x/logs/rank-1.log" in done.stderr
+
+
 def test_a_killed_member_is_reported_with_a_hint():
     with started("-n", "2", write(CHILD)) as launcher:
         pids = wait_for_up(launcher, 2)

@@ -32,6 +32,13 @@ def failure(outcome: Outcome, first: Ended, logs: dict[int, Path]) -> str:
     else:
         lines.append("  it printed nothing")
     lines.append(f"  its whole output: {logs[first.rank]}")
+    if first.followed:  # nobody failed before it: somebody left
+        for ended in others:
+            if ended.code == 0 and not ended.asked and ended.at < first.at:
+                lines.append(
+                    f"  rank {ended.rank} had ended before with exit code 0, in the middle of the run: does its script "
+                    f"leave early? ({logs[ended.rank]})"
+                )
     for ended in others:
         if ended.failed:
             lines.append(f"  rank {ended.rank} failed after it: {exit_text(ended.code)} ({logs[ended.rank]})")
