@@ -44,8 +44,11 @@ class Small(nn.Module):
 
 def train(group: Group, steps: int, **options: object) -> tuple[nn.Module, AllReduce, list[list[torch.Tensor]]]:
     """A few steps on unlike data; the gradients of each."""
-    torch.manual_seed(0)
     model = Small()
+    own = torch.Generator().manual_seed(0)  # members are threads here, and share the global one
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=own) / 5)
     strategy = AllReduce(bucket_mb=0.005, **options)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.attach(model, optimizer, World(group, seed=5))
