@@ -26,7 +26,7 @@ def compiled() -> bool:
 
 @functools.cache
 def _pool(threads: int, pid: int) -> ThreadPoolExecutor:  # a forked process needs threads of its own
-    return ThreadPoolExecutor(threads, thread_name_prefix="paceline-codec")
+    return ThreadPoolExecutor(threads, thread_name_prefix="codec-kernel")
 
 
 def spread(kernel: Callable[..., Any], num: int, *args: Any, unit: int = 1) -> list[Any]:
