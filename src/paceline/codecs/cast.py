@@ -30,18 +30,18 @@ class Cast:
             raise ConfigError(f"cast(to={to!r}): {nearest(to, _TYPES)}")
         self.to = to
         self.dtype, self._relative, self._largest = _TYPES[to]
-        self.additive = to != "fp8"  # sums of fp8 codes have another scale
+        self.adds_as = None if to == "fp8" else self.dtype  # sums of fp8 codes have another scale
 
     @property
     def words(self) -> str:
         return f"cast(to={self.to})"
 
     def nbytes(self, numel: int) -> int:
-        return numel * self.dtype.itemsize + (0 if self.additive else 4)
+        return numel * self.dtype.itemsize + (0 if self.adds_as else 4)
 
     def bound(self, x: torch.Tensor) -> float:
         largest = largest_magnitude(x)
-        if self.additive:
+        if self.adds_as:
             return max(0.0, largest - self._largest) + largest * self._relative + _STEP[self.to]
         return largest * self._relative + _scale(largest, self._largest) * _STEP[self.to]
 
@@ -50,7 +50,7 @@ class Cast:
         largest = largest_magnitude(whole)
         check_finite(largest, self)
         size = self.nbytes(x.numel())
-        if self.additive:
+        if self.adds_as:
             # What fits no more stands at the edge: an infinity would spoil every sum, a residual catches up.
             codes = whole.clamp(-self._largest, self._largest).to(self.dtype)
             out[:size].view(self.dtype).copy_(codes)
@@ -67,7 +67,7 @@ class Cast:
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
         check_length(payload, self.nbytes(out.numel()), self)
-        if self.additive:
+        if self.adds_as:
             out.add_(payload.view(self.dtype).float(), alpha=weight)
             return
         scale = float(payload[:4].clone().view(torch.float32))

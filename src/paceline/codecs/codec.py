@@ -44,6 +44,10 @@ class Codec(Protocol):
         """Whether the mean of what is decoded is what was encoded: such a codec takes no residual by default."""
 
     @property
+    def adds_as(self) -> torch.dtype | None:
+        """The type of the numbers that a payload is, where the sum of payloads says the sum; None where it does not."""
+
+    @property
     def varies(self) -> bool:
         """Whether the number of bytes depends on the values."""
 

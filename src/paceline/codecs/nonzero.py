@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length
+from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, largest_magnitude
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import (
     BLOCK,
@@ -21,7 +21,6 @@ from paceline.codecs.records import (
     add_records,
     count_above,
     fused,
-    largest_magnitude,
     read_counts,
     read_header,
     write_above,
@@ -36,8 +35,8 @@ class NonZero:
     """The elements that are not zero, lossless."""
 
     unbiased = True
+    adds_as = None
     varies = True
-    additive = False
 
     @property
     def words(self) -> str:
@@ -75,7 +74,7 @@ class NonZero:
             values_at = HEADER_BYTES + (-(-out.numel() // 8) if flag == _BITMAP else 0)
             check_length(payload, values_at + 4 * count, self)
             values = read_values(payload[values_at:])
-            if not math.isfinite(largest_magnitude(values, None)):
+            if not math.isfinite(largest_magnitude(values)):
                 raise PayloadError(f"a payload of {self.words} has values that are not finite")
             if flag == DENSE:
                 out.add_(values, alpha=weight)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite
+from paceline.codecs.codec import Context, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
 
@@ -28,8 +28,7 @@ class Quantize:
         stochastic: round by a draw that depends on the context's seed and step and on the element's index.
     """
 
-    additive = False
-
+    adds_as = None
     varies = False
 
     def __init__(self, bits: int = 8, block: int = 256, stochastic: bool = False) -> None:
@@ -49,7 +48,7 @@ class Quantize:
         return dense.nbytes(numel, self.block, self.bits)
 
     def bound(self, x: torch.Tensor) -> float:
-        largest = float(x.abs().max()) if x.numel() else 0.0
+        largest = largest_magnitude(x)
         steps = (1.0 if self.stochastic else 0.5) + 2.0**-13  # of 127 steps, float32 may be that much off
         return largest / ((1 << (self.bits - 1)) - 1) * steps + dense.SMALLEST
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Codec, Context, PayloadError, check_length
+from paceline.codecs.codec import Codec, Context, PayloadError, check_length, largest_magnitude
 from paceline.codecs.kernels.spread import compiled, spread
 from paceline.core.errors import ConfigError, nearest
 
@@ -138,15 +138,13 @@ class Records:
         return (first + self.scale_bytes + index_bytes + rank * size)[:, None] + torch.arange(size, device=first.device)
 
 
-def largest_magnitude(x: torch.Tensor, residual: torch.Tensor | None) -> float:
-    """Of x + residual, infinities and nan included."""
-    if not x.numel():
-        return 0.0
-    if fused(x):
+def largest_of_sum(x: torch.Tensor, residual: torch.Tensor | None) -> float:
+    """The largest magnitude of x + residual; nan where there is one."""
+    if x.numel() and fused(x):
         from paceline.codecs.kernels import sparse
 
         return _float(max(spread(sparse.largest, x.numel(), x.numpy(), array_of(residual))))
-    return float(torch.linalg.vector_norm(x if residual is None else x + residual, float("inf")))
+    return largest_magnitude(x if residual is None else x + residual)
 
 
 def count_above(x: torch.Tensor, residual: torch.Tensor | None, cut: int) -> tuple[Array, float]:
@@ -164,8 +162,7 @@ def count_above(x: torch.Tensor, residual: torch.Tensor | None, cut: int) -> tup
     whole = x if residual is None else x + residual
     blocks = torch.zeros(num_blocks * BLOCK, dtype=torch.bool, device=x.device)
     blocks[: x.numel()] = _above(whole, cut)
-    largest = float(torch.linalg.vector_norm(whole, float("inf"))) if x.numel() else 0.0
-    return blocks.view(-1, BLOCK).sum(1).cpu().numpy(), largest
+    return blocks.view(-1, BLOCK).sum(1).cpu().numpy(), largest_magnitude(whole)
 
 
 def write_above(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, records: Records, cut: int) -> None:

@@ -14,7 +14,7 @@ import struct
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite
+from paceline.codecs.codec import Context, PayloadError, check_finite, largest_magnitude
 from paceline.codecs.records import (
     BLOCK,
     HEADER_BYTES,
@@ -25,7 +25,6 @@ from paceline.codecs.records import (
     check_density,
     check_values,
     count_above,
-    largest_magnitude,
     read_counts,
     read_header,
     sampled_cut,
@@ -48,8 +47,8 @@ class SampledTopK:
     """
 
     unbiased = False
+    adds_as = None
     varies = True
-    additive = False
 
     def __init__(self, density: float = 0.01, values: str = "float32") -> None:
         check_density(density, "sampled_topk")
@@ -68,7 +67,7 @@ class SampledTopK:
         return HEADER_BYTES + 2 * num_blocks + index_bytes + most * VALUES[self.values] + scale_bytes
 
     def bound(self, x: torch.Tensor) -> float:
-        return largest_magnitude(x, None)
+        return largest_magnitude(x)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
         cut = sampled_cut(x, residual, self.density, context)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite
+from paceline.codecs.codec import Context, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 
 
@@ -22,8 +22,8 @@ class Sign:
     """
 
     unbiased = False
+    adds_as = None
     varies = False
-    additive = False
 
     def __init__(self, block: int = 1024) -> None:
         self.block = dense.check_block(block, "sign")
@@ -36,7 +36,7 @@ class Sign:
         return dense.nbytes(numel, self.block, 1)
 
     def bound(self, x: torch.Tensor) -> float:
-        return float(x.abs().max()) if x.numel() else 0.0  # magnitude and mean are both between 0 and the largest
+        return largest_magnitude(x)  # magnitude and mean are both between 0 and the largest
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
         blocks = dense.Blocks(x, residual, self.block)

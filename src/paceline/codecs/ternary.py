@@ -8,7 +8,7 @@ large as itself; with it, what stands above clip · σ is cut off.
 A clipped tensor is biased, and `unbiased` says so: False with any clip, True with none. So a clipped one takes a
 residual by default, which returns what was cut off, but also the noise of every draw: on normally distributed values
 the residual settles at 0.7, 0.8, 1.4 and 11 times their size with a clip of 1, 1.5, 2 and 2.5. Feedback wants a clip of
-2 or less; the published 2.5 was trained without.
+2 or less, so 2 is the default; the published 2.5 was trained without.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite
+from paceline.codecs.codec import Context, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
 
@@ -33,13 +33,12 @@ class Ternary:
         block: elements that share a scale, a power of two from 16 to 65536.
     """
 
-    additive = False
-
+    adds_as = None
     varies = False
 
-    def __init__(self, clip: float = 2.5, block: int = 1024) -> None:
+    def __init__(self, clip: float = 2.0, block: int = 1024) -> None:
         if isinstance(clip, bool) or not isinstance(clip, int | float) or not (clip >= 0 and math.isfinite(clip)):
-            raise ConfigError(f"ternary(clip={clip!r}): a number above 0 is needed, such as 2.5, or 0 to clip nothing")
+            raise ConfigError(f"ternary(clip={clip!r}): a number above 0 is needed, such as 2, or 0 to clip nothing")
         self.clip, self.block = float(clip), dense.check_block(block, "ternary")
 
     @property
@@ -54,7 +53,7 @@ class Ternary:
         return dense.nbytes(numel, self.block, 2)
 
     def bound(self, x: torch.Tensor) -> float:
-        largest = float(x.abs().max()) if x.numel() else 0.0
+        largest = largest_magnitude(x)
         return largest + dense.SMALLEST
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length
+from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, largest_magnitude
 from paceline.codecs.records import (
     BLOCK,
     HEADER_BYTES,
@@ -22,7 +22,6 @@ from paceline.codecs.records import (
     check_density,
     check_values,
     count_above,
-    largest_magnitude,
     read_counts,
     read_header,
     sampled_cut,
@@ -47,8 +46,8 @@ class Threshold:
     """
 
     unbiased = False
+    adds_as = None
     varies = True
-    additive = False
 
     def __init__(self, value: float | None = None, density: float | None = None, values: str = "float32") -> None:
         if (value is None) == (density is None):
@@ -69,7 +68,7 @@ class Threshold:
         return HEADER_BYTES + 4 * numel
 
     def bound(self, x: torch.Tensor) -> float:
-        largest = largest_magnitude(x, None)
+        largest = largest_magnitude(x)
         if self.value is None or self.values != "float32":
             return largest
         return min(largest, float(torch.tensor(self.value)))
@@ -93,7 +92,7 @@ class Threshold:
         if flag == DENSE and count == out.numel():
             check_length(payload, self.nbytes(out.numel()), self)
             values = read_values(payload[HEADER_BYTES:])
-            if not math.isfinite(largest_magnitude(values, None)):
+            if not math.isfinite(largest_magnitude(values)):
                 raise PayloadError(f"a payload of {self.words} has values that are not finite")
             out.add_(values, alpha=weight)
         elif flag == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_length
+from paceline.codecs.codec import Context, check_finite, check_length, largest_magnitude
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import (
     Records,
@@ -20,7 +20,7 @@ from paceline.codecs.records import (
     check_values,
     fused,
     keep_unsaid,
-    largest_magnitude,
+    largest_of_sum,
     magnitude_bits,
     share,
 )
@@ -37,8 +37,8 @@ class TopK:
     """
 
     unbiased = False
+    adds_as = None
     varies = False
-    additive = False
 
     def __init__(self, density: float = 0.01, chunk: int = 4096, values: str = "float32") -> None:
         check_density(density, "topk")
@@ -57,11 +57,11 @@ class TopK:
     def bound(self, x: torch.Tensor) -> float:
         if self.density == 1 and self.values == "float32":
             return 0.0
-        return largest_magnitude(x, None)
+        return largest_magnitude(x)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
         records = self._records(x.numel())
-        check_finite(largest_magnitude(x, residual), self)
+        check_finite(largest_of_sum(x, residual), self)
         if fused(x):
             from paceline.codecs.kernels import sparse
 

@@ -24,8 +24,8 @@ from torch.autograd.graph import _engine_run_backward
 
 from paceline.codecs import Codec, make_codec
 from paceline.core.errors import ConfigError, Interrupted
-from paceline.strategies.coder import Coder
 from paceline.strategies.engine import Engine
+from paceline.strategies.reducer import Coder
 from paceline.strategies.strategy import World
 
 

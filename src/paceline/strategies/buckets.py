@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.strategies.coder import Coder, Piece
+from paceline.strategies.reducer import Coder, Piece, Reducer
 from paceline.transport.arena import Arena, Kept
 from paceline.transport.group import Group
 
@@ -89,15 +89,15 @@ class Layout:
         for device in devices:
             mine = [b for b in self.buckets if (b.slots[0].parameter.device if b.slots else tail_device) == device]
             sizes = [self._nbytes(b, num_control + num_buffered) for b in mine]
-            table = coder.table() if coder else None
-            arena = group.arena(sum(sizes), device, table.through if table else None)
+            reducer = Reducer(coder) if coder else None
+            arena = group.arena(sum(sizes), device, reducer.through if reducer else None)
             self.arenas.append(arena)
             offset = 0
             for bucket, nbytes in zip(mine, sizes):
                 self._place(bucket, arena, offset, num_control, num_buffered)
-                if table:
+                if reducer:
                     pieces = [Piece(s.name, s.place, id(s.parameter)) for s in bucket.slots]
-                    table.add(offset, bucket.flat.dtype, bucket.flat.numel(), pieces)
+                    reducer.add(offset, bucket.flat.dtype, bucket.flat.numel(), pieces)
                 offset += nbytes
         self.start()
 

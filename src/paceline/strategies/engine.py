@@ -17,7 +17,7 @@ import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.strategies.buckets import BAD, LATE, MARKS, WEIGHT, WISH, Layout, Slot
-from paceline.strategies.coder import Coder
+from paceline.strategies.reducer import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
 from paceline.transport.arena import Arena
@@ -231,6 +231,8 @@ class Engine:
         except Interrupted as error:
             group.abort(error)
             raise
+        if self.coder:
+            self.coder.end()
         control = layout.control.tolist()
         self.busy = False
         self._world.granted = self._world.granted or control[WISH] > 0

@@ -8,10 +8,11 @@ A bucket becomes one message per member:
     the rest             as it is: small parameters, the control block, buffers
 
 Everyone gets everyone's message and adds them up in the order of the members, so all end with the same bits. Codes that
-add (`codec.additive`) are summed on their way instead, and only the rest is summed beside them.
+add (`codec.adds_as`) are summed on their way instead, and the rest is summed beside them.
 
-Where a value is not finite, the message says so and everyone's bucket becomes nan: a GradScaler skips that step on all
-members, `check_finite` names the parameter, and no residual is touched.
+Where a gradient is not finite, its member's message says so and everyone's gradients of that bucket become nan: a
+GradScaler skips the step on all members, and `check_finite` names the parameter. What was said in that pass counts for
+nothing then, so every member gives it back to its residuals.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 
 from paceline.codecs import Codec, Context, PayloadError
 from paceline.codecs.codec import largest_magnitude
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError
 from paceline.transport.arena import Collective, Reduce
 from paceline.transport.group import Group
 
@@ -82,6 +83,8 @@ class Coder:
         self.residuals: dict[str, torch.Tensor] = {}
         self._rates: dict[int, float] = {}  # learning rates of this pass, by id of the parameter
         self._rate_of: dict[str, float] = {}  # at which a residual was left
+        self._said: list[tuple[str, torch.Tensor]] = []  # this pass's payloads, by name of the parameter
+        self.spoilt = False  # some member's gradient of this pass is not finite
         self._seed = seed
         told = [words.decode() for words in group.exchange(f"{codec.words}, feedback={self.feedback}".encode())]
         for rank, words in enumerate(told):
@@ -92,9 +95,15 @@ class Coder:
         """A backward pass begins, with these learning rates."""
         self.passes += 1
         self._rates = rates
+        self._said.clear()
+        self.spoilt = False
 
-    def table(self) -> Table:
-        return Table(self)
+    def end(self) -> None:
+        """The pass has ended: what was said in one that does not count is unsaid again."""
+        if self.spoilt and self.feedback:
+            for name, payload in self._said:
+                self.codec.decode_add(payload, self.residuals[name])
+        self._said.clear()
 
     # ---- state: this member's own
 
@@ -118,7 +127,9 @@ class Coder:
         residual = self._residual(piece) if self.feedback else None
         seed = zlib.crc32(f"{self._seed}.{position}.{self.passes}.{piece.name}".encode())
         context = Context(step=self.passes, lr=self._rates.get(piece.parameter, 0.0), size=size, seed=seed)
-        return self.codec.encode_into(x, residual, out, context)
+        n = self.codec.encode_into(x, residual, out, context)
+        self._said.append((piece.name, out[:n]))
+        return n
 
     def _residual(self, piece: Piece) -> torch.Tensor:
         """In units of today's gradients: at half the rate, what was left at the old rate weighs twice."""
@@ -133,13 +144,12 @@ class Coder:
         return residual
 
 
-class Table:
-    """The buckets of one arena, by where they lie in it, and their reduction."""
+class Reducer:
+    """The buckets of one arena, by where they lie in it, and how they are summed."""
 
     def __init__(self, coder: Coder) -> None:
         self._coder = coder
         self._plans: dict[int, Plan] = {}
-        self._additive = bool(getattr(coder.codec, "additive", False))
 
     def add(self, offset: int, dtype: torch.dtype, numel: int, pieces: Sequence[Piece]) -> None:
         """A bucket of `numel` elements that begins at byte `offset` of the arena."""
@@ -165,39 +175,38 @@ class Table:
             if not plan.coded or coder.passes <= coder.warmup:
                 coder.cost.bytes_after += flat.nbytes
                 collective.all_reduce(flat)
-            elif self._additive:
-                self._sum(plan, flat, collective)
+            elif dtype := coder.codec.adds_as:
+                self._sum(plan, flat, collective, dtype)
             else:
                 self._gather(plan, flat, collective)
 
         return reduce
 
-    def _sum(self, plan: Plan, flat: torch.Tensor, collective: Collective) -> None:
+    def _sum(self, plan: Plan, flat: torch.Tensor, collective: Collective, dtype: torch.dtype) -> None:
         coder, began = self._coder, time.perf_counter()
-        dtype: torch.dtype = coder.codec.dtype  # type: ignore[attr-defined]
-        total = sum(p.numel for p in plan.coded)
-        codes = torch.zeros(total, dtype=dtype)
-        at = 0
+        own = self._room(plan, sum(p.numel for p in plan.coded) * dtype.itemsize).view(dtype)
+        places, at = [], 0
         for piece in plan.coded:
-            room = codes[at : at + piece.numel].view(torch.uint8)
-            try:
-                coder.encode(piece, flat[piece.at].float(), room, collective.size, collective.position)
-            except PacelineError:
-                codes[at : at + piece.numel] = torch.nan
+            places.append(slice(at, at + piece.numel))
             at += piece.numel
+        if self._finite(plan, flat):
+            for piece, place in zip(plan.coded, places):
+                x, room = flat[piece.at].float(), own[place].view(torch.uint8)
+                coder.encode(piece, x, room, collective.size, collective.position)
+        else:
+            own.fill_(torch.nan)
+        codes = own.clone()  # this member's own stays, should it have to be given back
         encoded = time.perf_counter()
-        plain = torch.cat([flat[s] for s in plan.plain]) if plan.plain else None
         collective.all_reduce(codes)
-        if plain is not None:
-            collective.all_reduce(plain)
+        rest = torch.cat([flat[s] for s in plan.plain]) if plan.plain else flat[:0]
+        collective.all_reduce(rest)
         carried = time.perf_counter()
-        at = 0
-        for piece in plan.coded:
-            flat[piece.at] = codes[at : at + piece.numel].to(flat.dtype)
-            at += piece.numel
-        if plain is not None:
-            _scatter(flat, plan.plain, plain)
-        self._count(began, encoded, carried, codes.nbytes + (0 if plain is None else plain.nbytes))
+        coder.spoilt = coder.spoilt or not math.isfinite(largest_magnitude(codes))
+        for piece, place in zip(plan.coded, places):
+            flat[piece.at] = codes[place].to(flat.dtype)
+        for s, values in zip(plan.plain, torch.split(rest, [s.stop - s.start for s in plan.plain])):
+            flat[s] = values
+        self._count(began, encoded, carried, codes.nbytes + rest.nbytes)
 
     def _gather(self, plan: Plan, flat: torch.Tensor, collective: Collective) -> None:
         began = time.perf_counter()
@@ -218,16 +227,12 @@ class Table:
     def _encode(self, plan: Plan, flat: torch.Tensor, collective: Collective) -> torch.Tensor:
         """This member's message."""
         coder = self._coder
-        if plan.codes.numel() < plan.nbytes:
-            plan.codes = torch.empty(plan.nbytes, dtype=torch.uint8)
-        message, flags, at = plan.codes, 0, _HEAD + 4 * len(plan.coded)
+        message, at = self._room(plan, plan.nbytes), _HEAD + 4 * len(plan.coded)
         lengths = message[_HEAD:at].view(torch.int32)
-        # Looked at first: no residual may change where another piece of the bucket cannot be encoded.
-        if not math.isfinite(largest_magnitude(flat)):
-            flags = _NOT_FINITE
+        finite = self._finite(plan, flat)
         for i, piece in enumerate(plan.coded):
             length = 0
-            if not flags:
+            if finite:
                 x = flat[piece.at].float()
                 length = coder.encode(piece, x, message[at:], collective.size, collective.position)
             lengths[i] = length
@@ -240,7 +245,7 @@ class Table:
             message[at : plan.nbytes].zero_()
             at = plan.nbytes
         head = message[:_HEAD].view(torch.int32)
-        head[1] = flags
+        head[1] = 0 if finite else _NOT_FINITE
         head[0] = _checksum(message[4:at])
         return message[:at]
 
@@ -271,11 +276,12 @@ class Table:
             head = message[:_HEAD].view(torch.int32)
             if int(head[0]) != _checksum(message[4:]):
                 raise PayloadError(f"the message of member {position} was altered on its way: its checksum is wrong")
-            spoilt = spoilt or bool(int(head[1]) & _NOT_FINITE)
+            spoilt = spoilt or int(head[1]) == _NOT_FINITE
         out = flat.zero_() if flat.dtype == torch.float32 else torch.zeros(flat.numel())
         for position, message in enumerate(messages):
             self._add(plan, out, message, position, flat.dtype)
-        if spoilt:  # some member's gradients are not finite: so are everyone's, but the control block still adds up
+        if spoilt:  # the control block still adds up
+            self._coder.spoilt = True
             for piece in plan.coded:
                 out[piece.at] = torch.nan
         if out is not flat:
@@ -284,11 +290,11 @@ class Table:
     def _add(self, plan: Plan, out: torch.Tensor, message: torch.Tensor, position: int, dtype: torch.dtype) -> None:
         codec, at = self._coder.codec, _HEAD + 4 * len(plan.coded)
         lengths = message[_HEAD:at].view(torch.int32).tolist() if len(message) >= at else [-1] * len(plan.coded)
-        silent = bool(int(message[:_HEAD].view(torch.int32)[1]) & _NOT_FINITE)
+        says = int(message[:_HEAD].view(torch.int32)[1]) != _NOT_FINITE
         for piece, length in zip(plan.coded, lengths):
             if not 0 <= length <= codec.nbytes(piece.numel) or at + length > len(message):
                 raise PayloadError(f"member {position} sent {length} bytes for {piece.name!r}, which cannot be")
-            if not silent:
+            if says:
                 codec.decode_add(message[at : at + length], out[piece.at])
             at += _padded(length)
         for s in plan.plain:
@@ -298,12 +304,16 @@ class Table:
             out[s] += message[at : at + size].clone().view(dtype)
             at += size
 
+    def _finite(self, plan: Plan, flat: torch.Tensor) -> bool:
+        """Whether all that is to be encoded is. Asked first, so that no part of a bucket is said without the others;
+        buffers may hold what they like."""
+        return all(math.isfinite(largest_magnitude(flat[piece.at])) for piece in plan.coded)
 
-def _scatter(flat: torch.Tensor, places: list[slice], values: torch.Tensor) -> None:
-    at = 0
-    for s in places:
-        flat[s] = values[at : at + s.stop - s.start]
-        at += s.stop - s.start
+    def _room(self, plan: Plan, nbytes: int) -> torch.Tensor:
+        """Where this member's codes stay until the next pass."""
+        if plan.codes.numel() < nbytes:
+            plan.codes = torch.empty(nbytes, dtype=torch.uint8)
+        return plan.codes[:nbytes]
 
 
 def _checksum(data: torch.Tensor) -> int:
