@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -224,3 +227,27 @@ def test_reducing_a_parameter_changes_its_value_and_nothing_else():
         return mean, float(group.all_reduce(p, "max"))
 
     assert together(2, body) == [(1.5, 3.0), (1.5, 3.0)]
+
+
+@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a"], ["a", "a", "b"]])
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_released_arena_leaves_nothing(hosts: list[str], coded: bool) -> None:
+    def body(group: Group) -> list[int]:
+        open_files, sent = [], []
+        for _ in range(4):
+            arena = group.arena(4096, through=(lambda collective: collective.all_reduce) if coded else None)
+            arena.post(arena.memory.view(torch.float32))
+            arena.wait()
+            group.barrier()
+            group.release(arena)
+            del arena
+            gc.collect()
+            group.barrier()
+            open_files.append(len(os.listdir("/proc/self/fd")))
+            sent.append(group.sent_bytes)
+            group.barrier()
+        assert sent == sorted(sent)
+        return open_files
+
+    for open_files in together(len(hosts), body, hosts=hosts):
+        assert open_files[-1] < open_files[0] + 3  # listing them takes one, in each thread

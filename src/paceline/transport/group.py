@@ -22,10 +22,11 @@ import msgspec
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, TimedOut
-from paceline.transport.arena import Arena, Background, CarriedArena, SharedArena, StagedArena, Through
+from paceline.transport.arena import Arena, CarriedArena, StagedArena, Through
 from paceline.transport.mesh import Fault
 from paceline.transport.ring import Ring
 from paceline.transport.shared import Shared
+from paceline.transport.shared_arena import Background, SharedArena
 from paceline.transport.wires import Wires
 
 _OPERATIONS = ("sum", "mean", "max", "min", "product")
@@ -41,11 +42,10 @@ class Group:
         self._wires = wires
         self._children = 0
         self._arenas: list[Arena] = []
+        self._beneath: dict[int, Ring | Shared] = {}  # what carries an arena, by its id
         self._past = (0, 0.0)  # bytes sent and seconds waited in arenas that were released
         self._subgroups: list[Group] = []
         self._rings: list[Ring] = []
-        self._lanes: list[tuple[str, tuple[int, ...]]] = []  # of the rings
-        self._coded: list[Shared] = []  # of arenas with a reduction of their own
         self._all: Ring | None = None
         self._local: Shared | None = None
         self._leaders: Ring | None = None
@@ -64,7 +64,7 @@ class Group:
     @property
     def sent_bytes(self) -> int:
         """Bytes of this member's that others have read, over all collectives and arenas of this group."""
-        shared = sum(s.sent_bytes for s in (self._local, *self._coded) if s)
+        shared = sum(s.sent_bytes for s in (self._local, *self._beneath.values()) if isinstance(s, Shared))
         return shared + self._past[0] + sum(a.sent_bytes for a in self._arenas) + sum(r.sent_bytes for r in self._rings)
 
     @property
@@ -84,16 +84,14 @@ class Group:
         self._children += 1
         name = f"{self.name}/gradients-{self._children}"
         arena: Arena
-        leads = self._mine[0] == wires.rank and len(self._hosts) > 1
-        ring = self._ring([host[0] for host in self._hosts], name) if leads else None
-        outer = (through(ring) if through else ring.all_reduce) if ring else None
-        if len(self._mine) == 1:
-            assert outer is not None
-            arena = CarriedArena(outer, name, nbytes)
+        beneath: Ring | Shared | None = None
+        if len(self._hosts) > 1 and self._mine[0] == wires.rank:
+            beneath = self._ring([host[0] for host in self._hosts], name)
         elif through and len(self._hosts) == 1:
-            shared = self._shared(name)
-            self._coded.append(shared)
-            arena = CarriedArena(through(shared), name, nbytes)
+            beneath = self._shared(name)
+        outer = (through(beneath) if through else beneath.all_reduce) if beneath else None
+        if outer and (len(self._mine) == 1 or len(self._hosts) == 1):
+            arena = CarriedArena(outer, name, nbytes)
         else:
             inner = SharedArena(
                 wires.links,
@@ -109,13 +107,20 @@ class Group:
         if device is not None and device.type != "cpu":
             arena = StagedArena(arena, device)
         self._arenas.append(arena)
+        if beneath:
+            self._beneath[id(arena)] = beneath
         return arena
 
     def release(self, arena: Arena) -> None:
-        """Give up an arena. Its memory goes when nobody holds a part of it any more."""
+        """Give up an arena and what carries it. Its memory goes when nobody holds a part of it any more."""
         arena.close()
         self._arenas.remove(arena)
-        self._past = (self._past[0] + arena.sent_bytes, self._past[1] + arena.waited_s)
+        beneath = self._beneath.pop(id(arena), None)
+        sent = arena.sent_bytes + (beneath.sent_bytes if beneath else 0)
+        self._past = (self._past[0] + sent, self._past[1] + arena.waited_s)
+        if isinstance(beneath, Ring):
+            self._rings.remove(beneath)
+            beneath.close()
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce over the members, in place: sum, mean, max, min or product."""
@@ -248,8 +253,8 @@ class Group:
             return
         reason = "did not arrive" if isinstance(error, TimedOut) else "left the run"
         rank = self._wires.rank if error.rank is None else error.rank
-        for lane, ranks in self._lanes:
-            self._wires.mesh.tell(lane, Fault(rank, reason, isinstance(error, TimedOut)), ranks)
+        for ring in self._rings:
+            self._wires.mesh.tell(ring.lane, Fault(rank, reason, isinstance(error, TimedOut)), ring.ranks)
 
     def close(self) -> None:
         """End what works for this group and its sub-groups."""
@@ -268,7 +273,6 @@ class Group:
     def _ring(self, ranks: Sequence[int], lane: str) -> Ring:
         ring = Ring(self._need_wires().mesh, ranks, lane)
         self._rings.append(ring)
-        self._lanes.append((lane, tuple(ranks)))
         return ring
 
     def _core_to_spare(self, device: torch.device | None) -> bool:

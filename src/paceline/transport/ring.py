@@ -39,6 +39,7 @@ class Ring:
     """
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int], lane: str, *, link: Link | None = None) -> None:
+        self.lane = lane
         self._lane = Lane(mesh, ranks, lane)
         self.ranks = self._lane.ranks
         self.size = len(self.ranks)
