@@ -1,11 +1,8 @@
-"""Steps to a target accuracy and final accuracy on Fashion-MNIST, for `bench.network --accuracy`.
+"""Real training of the Fashion-MNIST CNN by four members, for `bench.to_target` and `bench.network`.
 
-Real training of the CNN by four members as processes of this host: the same `AllReduce` and codecs as between hosts,
-with every member encoding its own gradients (`bench.network` checks that the weights come out the same). SGD with
-momentum 0.9; the rate rises over the first twentieth of the steps and falls to zero by a cosine. Every side is given
-the same trials: one run at each rate of `LEARNING_RATES` with the first seed, then the other seeds at the best of them.
-
-The data is Debian's package dataset-fashion-mnist.
+SGD with momentum 0.9; the rate rises over the first twentieth of the steps and falls to zero by a cosine. Every side is
+given the same trials: one run at each rate of `LEARNING_RATES` with the first seed, then the other seeds at the best.
+The data is Debian's package dataset-fashion-mnist, or the same four files in the folder BENCH_DATA.
 """
 
 from __future__ import annotations
@@ -13,14 +10,15 @@ from __future__ import annotations
 import gzip
 import hashlib
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,11 +27,13 @@ from bench import workers
 from bench._network_worker import Exchange, fashion_cnn
 from bench.team import Team
 
-FOLDER = Path("/usr/share/datasets/fashion-mnist")
+FOLDER = Path(os.environ.get("BENCH_DATA", "/usr/share/datasets/fashion-mnist"))
+DEVICE = os.environ.get("BENCH_DEVICE", "cpu")
 LEARNING_RATES = (0.02, 0.05, 0.1)
 BATCH = 32  # per member
 EVERY = 50  # steps between two looks at the test set
 TARGET = 0.89
+NEVER = 1e9  # steps
 _T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, two-sided, by the number of seeds
 
 
@@ -51,11 +51,12 @@ def _data(part: str) -> tuple[Tensor, Tensor]:
         raw = gzip.decompress((FOLDER / f"{part}-{kind}-ubyte.gz").read_bytes())
         return torch.frombuffer(bytearray(raw[head:]), dtype=torch.uint8)
 
-    return read("images-idx3", 16).view(-1, 1, 28, 28), read("labels-idx1", 8).long()
+    return read("images-idx3", 16).view(-1, 1, 28, 28).to(DEVICE), read("labels-idx1", 8).long().to(DEVICE)
 
 
 def _batch(part: str, at: Tensor) -> tuple[Tensor, Tensor]:
     images, labels = _data(part)
+    at = at.to(DEVICE)
     return images[at].float().div_(255).sub_(0.2860).div_(0.3530), labels[at]
 
 
@@ -64,7 +65,7 @@ class Training:
 
     def __init__(self, side: dict[str, str], lr: float, seed: int, total: int) -> None:
         torch.manual_seed(seed)
-        self.model = fashion_cnn()
+        self.model = fashion_cnn().to(DEVICE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         self.exchange = Exchange(self.model, self.optimizer, side)
         self.lr, self.seed, self.total, self.done = lr, seed, total, 0
@@ -107,7 +108,7 @@ def train(steps: int) -> dict[str, Any]:
     for _ in range(steps):
         _training[0].step()
     seconds = time.perf_counter() - began
-    raw = torch.cat([p.detach().view(-1) for p in _training[0].model.parameters()])
+    raw = torch.cat([p.detach().view(-1) for p in _training[0].model.parameters()]).cpu()
     digest = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
     return {"seconds": seconds, "digest": digest, "some": raw[::1000].tolist()}
 
@@ -133,13 +134,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {"begin": begin, "train": train, "rig
 # ---- the benchmark's side
 
 
-@dataclass
-class Outcome:
+class Outcome(msgspec.Struct):
     """What a side reached with the learning rate that suited it best."""
 
     lr: float = 0.0
-    steps: list[float] = field(default_factory=list)  # to the target, by seed; inf: never
-    final: list[float] = field(default_factory=list)  # accuracy at the end, by seed
+    steps: list[float] = msgspec.field(default_factory=list)  # to the target, by seed; NEVER
+    final: list[float] = msgspec.field(default_factory=list)  # accuracy at the end, by seed
 
     @property
     def to_target(self) -> float:
@@ -157,16 +157,31 @@ def run_side(team: Team, side: dict[str, str], *, epochs: float, num_seeds: int,
 def _whole(team: Team, side: dict[str, str], lr: float, seed: int, total: int) -> tuple[float, float]:
     """Steps until the test accuracy reaches the target, and the accuracy at the end."""
     team.call("begin", side=side, lr=lr, seed=seed, total=total)
-    reached, accuracy, done = math.inf, 0.0, 0
+    reached, accuracy, done = NEVER, 0.0, 0
     while done < total:
         steps = min(EVERY, total - done)
         team.call("train", steps=steps)
         done += steps
-        accuracy = sum(team.call("right")) / 10_000
+        if reached == NEVER or done == total:
+            accuracy = sum(team.call("right")) / 10_000
         if accuracy >= TARGET:
             reached = min(reached, done)
     team.call("end")
     return reached, accuracy
+
+
+def to_target(team: Team, side: dict[str, str], lr: float, *, epochs: float) -> tuple[int, float]:
+    """Steps until the test accuracy reaches the target, and how long they took, without the testing."""
+    total = round(epochs * 60_000 / (BATCH * team.size))
+    team.call("begin", side=side, lr=lr, seed=0, total=total)
+    done, seconds, accuracy = 0, 0.0, 0.0
+    while done < total and accuracy < TARGET:
+        steps = min(EVERY, total - done)
+        seconds += max(answer["seconds"] for answer in team.call("train", steps=steps))
+        done += steps
+        accuracy = sum(team.call("right")) / 10_000
+    team.call("end")
+    return done, seconds if accuracy >= TARGET else math.inf
 
 
 def compare_weights(here: Team, there: Team, side: dict[str, str], steps: int = 3) -> str:

@@ -174,7 +174,7 @@ class Exchange:
             from paceline.strategies import AllReduce, World
 
             self._group = members().subgroup(range(workers.SIZE))
-            self._strategy = AllReduce(codec=side.get("codec"))
+            self._strategy = AllReduce(codec=side.get("codec"), back=side.get("back"))
             self._strategy.attach(model, optimizer, World(self._group))
         elif self.kind == "ddp":
             self.forward = ddp(model, side.get("hook", ""))

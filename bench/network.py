@@ -3,6 +3,9 @@
   speedup_10mbit, _100mbit, _1gbit   plain DDP's time / ours with the best codec
   over_best_hook_100mbit             the better of DDP's fp16 and PowerSGD hooks' time / ours with the best codec
   share_of_infinite_100mbit          time of the same step without any exchange / ours with the best codec
+  auto_over_best_*                   time with codec="auto", after it has chosen / with the best codec that was named
+  whole_run_speedup_100mbit          the same as speedup_100mbit without emulation: real compute on shared cores, to the
+                                     target accuracy (--whole)
   *_gpt                              the same for the character GPT; those without are the CNN's
 
 Needs root: the hosts are network namespaces on a bridge, their links shaped by token buckets (`testing.hosts`). Four
@@ -12,10 +15,10 @@ members share this machine's cores, so compute is a calibrated sleep, and the by
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,25 +31,38 @@ from paceline.launch.local import HUGE_PAGES
 from paceline.testing.hosts import Hosts
 
 SIZE = 4
+SETTLING = 24  # steps in which auto chooses
 RATES = ("10mbit", "100mbit", "1gbit", "unshaped")
 CODECS = (
     "cast(bf16)",
     "quantize(8)",
-    "quantize(4)",
+    "quantize(8), back=quantize(8)",
+    "quantize(4), back=quantize(4)",
     "sign",
-    "topk(0.01)",
+    "sign, back=sign",
     "topk(0.01, values=int8)",
+    "topk(0.01, values=int8), back=topk(0.02, values=int8)",
     "threshold(density=0.01)",
+    "lowrank(2)",
+    "auto",
 )
+
+
+def ours(words: str) -> dict[str, str]:
+    """Our side with a codec, and perhaps another on the way back."""
+    codec, _, back = words.partition(", back=")
+    return {"kind": "ours", "codec": codec} | ({"back": back} if back else {})
+
+
 SIDES: dict[str, dict[str, str]] = {
     "alone": {"kind": "alone"},
     "ddp": {"kind": "ddp"},
     "ddp fp16": {"kind": "ddp", "hook": "fp16"},
     "ddp powersgd": {"kind": "ddp", "hook": "powersgd"},
     "none": {"kind": "ours"},
-    **{codec: {"kind": "ours", "codec": codec} for codec in CODECS},
+    **{codec: ours(codec) for codec in CODECS},
 }
-QUICK = ["alone", "ddp", "ddp fp16", "ddp powersgd", "none", "quantize(8)", "sign", "topk(0.01)"]
+QUICK = ["alone", "ddp", "ddp fp16", "ddp powersgd", "none", "sign, back=sign", "topk(0.01, values=int8)"]
 GOALS = {
     "speedup_100mbit": ">= 10",
     "speedup_1gbit": ">= 2",
@@ -69,10 +85,10 @@ def main() -> None:
     tasks = options.tasks or (["cnn"] if options.quick else ["cnn", "gpt"])
     rates = options.rates or (["100mbit"] if options.quick else list(RATES))
     names = options.sides or (QUICK if options.quick else list(SIDES))
-    sides = {name: SIDES.get(name, {"kind": "ours", "codec": name}) for name in names}
-    outcomes = _accuracy(report, sides, options) if options.accuracy else {}
+    sides = {name: SIDES.get(name) or ours(name) for name in names}
+    outcomes = _outcomes(report, sides, options.outcomes) if options.outcomes else {}
     if not outcomes:
-        report.note("the speedups are of the time of a STEP, not to a target accuracy (--accuracy): a codec that needs")
+        report.note("the speedups are of the time of a STEP, not to a target accuracy (--outcomes): a codec that needs")
         report.note("more steps looks better here than it is")
     if outcomes and "gpt" in tasks:
         report.note("the GPT is not trained to a target: the figures that end in _gpt are of the time of a STEP")
@@ -91,6 +107,8 @@ def main() -> None:
             for figure in figures(task, rate, steps, outcomes if task == "cnn" else {}):
                 report.add(figure)
     _add_gap(report, outcomes)
+    if options.whole:
+        _add_whole(report, outcomes)
     load = os.getloadavg()[0]
     report.note(f"{SIZE} hosts x 1 thread on these cores, load average {load:.1f}, nice {options.nice}")
     report.note("ours is encrypted between hosts, gloo is not; DDP and its fp16 hook as they come; PowerSGD: rank 2,")
@@ -111,10 +129,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="such as 100mbit, or unshaped")
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help=f"codecs, or of {', '.join(SIDES)}")
     parser.add_argument("--nice", type=int, default=0, help="of all sides alike; below 0 where others use the machine")
-    parser.add_argument("--accuracy", action="store_true", help="train to the end first, for the time to the target")
-    parser.add_argument("--epochs", type=float, default=4.0, help="of the accuracy part")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lrs", type=float, nargs="+", default=list(accuracy.LEARNING_RATES))
+    parser.add_argument("--outcomes", metavar="FILE", help="of bench.to_target, for the time to the target accuracy")
+    parser.add_argument("--whole", action="store_true", help="a whole run without emulation besides, at 100 Mbit/s")
 
 
 def on_hosts(hosts: Hosts) -> Team:
@@ -123,16 +139,16 @@ def on_hosts(hosts: Hosts) -> Team:
     return _team(places, "eth0")
 
 
-def on_this_host() -> Team:
-    return _team([([], "one", "127.0.0.1")] * SIZE, "lo")
+def on_this_host(env: dict[str, str] | None = None) -> Team:
+    return _team([([], "one", "127.0.0.1")] * SIZE, "lo", env)
 
 
-def _team(places: list[tuple[list[str], str, str]], interface: str) -> Team:
+def _team(places: list[tuple[list[str], str, str]], interface: str, env: dict[str, str] | None = None) -> Team:
     commands = []
     for rank, (prefix, host, ip) in enumerate(places):
         own = {"BENCH_RANK": str(rank), "BENCH_SIZE": str(SIZE), "BENCH_HOST": host, "BENCH_ADDRESS": ip}
         common = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, **HUGE_PAGES}
-        commands.append(([*prefix, sys.executable, "-m", "bench.network", "--worker"], own | common))
+        commands.append(([*prefix, sys.executable, "-m", "bench.network", "--worker"], own | common | (env or {})))
     return Team(SIZE, commands, limit_s=600.0)
 
 
@@ -161,7 +177,7 @@ def measure(
         hosts.set_rate(host, None if rate == "unshaped" else rate)
     counts: dict[str, int] = {}
     for name in sides:
-        _block(team, name, 1)
+        _block(team, name, SETTLING if name == "auto" else 1)
         first = _block(team, name, 1)
         counts[name] = max(1, min(30, round(block_s / first["seconds"])))
     steps: dict[str, list[Step]] = {name: [] for name in sides}
@@ -182,7 +198,7 @@ def figures(task: str, rate: str, steps: dict[str, list[Step]], outcomes: dict[s
     """Those that the sides that were measured allow: of the time to the target where its steps are known."""
     end = rate if task == "cnn" else f"{rate}_{task}"
     known = {name: outcomes[name].to_target for name in steps if name in outcomes}
-    counts = {name: n for name, n in known.items() if n < math.inf} if known else dict.fromkeys(steps, 1.0)
+    counts = {name: n for name, n in known.items() if n < accuracy.NEVER} if known else dict.fromkeys(steps, 1.0)
     times = {name: [s * counts[name] for s in seconds(steps[name])] for name in steps if name in counts}
     ours, hook = best_of(times, "ours"), best_of(times, "hook")
     found = []
@@ -192,6 +208,9 @@ def figures(task: str, rate: str, steps: dict[str, list[Step]], outcomes: dict[s
             found.append(
                 _labelled(figure, f"{ours} {_told(steps, counts, ours)}", f"{peer} {_told(steps, counts, peer)}")
             )
+    if ours and "auto" in steps:
+        figure = compare(f"auto_over_best_{end}", seconds(steps[ours]), seconds(steps["auto"]))
+        found.append(_labelled(figure, f"auto {figure.peer}", f"{ours} {figure.ours}"))
     ours = ours or best_of({name: seconds(taken) for name, taken in steps.items()}, "ours")
     if ours and "alone" in steps:
         figure = compare(f"share_of_infinite_{end}", seconds(steps[ours]), seconds(steps["alone"]))
@@ -205,14 +224,14 @@ def _told(steps: dict[str, list[Step]], counts: dict[str, float], name: str) -> 
 
 
 def _labelled(figure: Figure, ours: str, peer: str) -> Figure:
-    goal = GOALS.get(figure.name, "")
+    goal = "<= 1.05" if figure.name.startswith("auto_over_best") else GOALS.get(figure.name, "")
     return Figure(name=figure.name, value=figure.value, ours=ours, peer=peer, spread=figure.spread, goal=goal)
 
 
 def best_of(times: dict[str, list[float]], kind: str) -> str:
-    """The fastest of our sides, or of DDP's hooks; "" where none was measured."""
+    """The fastest of our sides that name their codec, or of DDP's hooks; "" where none was measured."""
     hooks = {name for name in times if name.startswith("ddp ")}
-    among = hooks if kind == "hook" else set(times) - hooks - {"alone", "ddp"}
+    among = hooks if kind == "hook" else set(times) - hooks - {"alone", "ddp", "auto"}
     return min(sorted(among), key=lambda name: statistics.median(times[name]), default="")
 
 
@@ -245,35 +264,22 @@ def show(task: str, rate: str, steps: dict[str, list[Step]]) -> None:
         print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip(), flush=True)
 
 
-def _accuracy(
-    report: Report, sides: dict[str, dict[str, str]], options: argparse.Namespace
-) -> dict[str, accuracy.Outcome]:
-    """Train every side to the end on this host, having checked that it does there what it does between hosts."""
+def _outcomes(report: Report, sides: dict[str, dict[str, str]], file: str) -> dict[str, accuracy.Outcome]:
+    """What `bench.to_target` found, having checked that a few steps do there what they do between hosts."""
+    found = msgspec.json.decode(Path(file).read_bytes(), type=dict[str, accuracy.Outcome])
+    for name in sides:
+        if name in found and found[name].to_target == accuracy.NEVER:
+            report.note(f"{name} did not reach {accuracy.TARGET:.0%}: it has no time to the target")
     if reason := accuracy.missing():
-        report.note(f"the accuracy part was left out: {reason}")
-        return {}
-    trained = {name: side for name, side in sides.items() if side["kind"] != "alone"}
-    with on_this_host() as team:
+        report.note(f"not checked that runs between hosts do as those of {file}: {reason}")
+        return found
+    with on_this_host() as team, Hosts(SIZE) as hosts, on_hosts(hosts) as far:
         connect(team)
-        with Hosts(SIZE) as hosts, on_hosts(hosts) as far:
-            connect(far)
-            for name, side in trained.items():
-                told = accuracy.compare_weights(team, far, side)
-                print(f"{name}: weights after 3 real steps on one host and on four: {told}", flush=True)
-        outcomes = {}
-        for name, side in trained.items():
-            found = accuracy.run_side(team, side, epochs=options.epochs, num_seeds=options.seeds, lrs=options.lrs)
-            outcomes[name] = found
-            if found.to_target < math.inf:
-                report.extra[f"steps_to_target {name}"] = found.to_target
-            else:
-                report.note(f"{name} did not reach {accuracy.TARGET:.0%}: it has no time to the target")
-            report.extra[f"accuracy {name}"] = statistics.mean(found.final)
-            final = ", ".join(f"{100 * a:.2f}" for a in found.final)
-            print(
-                f"{name}: lr {found.lr}, {accuracy.TARGET:.0%} after {found.steps} steps, final {final} %", flush=True
-            )
-    return outcomes
+        connect(far)
+        for name in [name for name in sides if name in found]:
+            told = accuracy.compare_weights(team, far, sides[name])
+            print(f"{name}: weights after 3 real steps on one host and on four: {told}", flush=True)
+    return found
 
 
 def _add_gap(report: Report, outcomes: dict[str, accuracy.Outcome]) -> None:
@@ -285,6 +291,34 @@ def _add_gap(report: Report, outcomes: dict[str, accuracy.Outcome]) -> None:
     mean, half = accuracy.gap(outcomes["ddp"], outcomes[ours])
     spread = f"{short(mean - half)} .. {short(mean + half)}"
     report.add(_labelled(Figure(name="accuracy_gap_points", value=mean, spread=spread), ours, "ddp"))
+
+
+def _add_whole(report: Report, outcomes: dict[str, accuracy.Outcome]) -> None:
+    """Train on four hosts at 100 Mbit/s with real compute until the target is reached, by DDP and by ours."""
+    best = next((f.ours for f in report.figures if f.name == "speedup_100mbit"), "topk(0.01, values=int8)")
+    names = [n for n in sorted([*SIDES, *outcomes], key=len, reverse=True) if best.startswith(n)]
+    taken: dict[str, float] = {}
+    with Hosts(SIZE) as hosts, on_hosts(hosts) as team:
+        connect(team)
+        for host in range(SIZE):
+            hosts.set_rate(host, "100mbit")
+        for name in [names[0] if names else best, "auto", "ddp"]:
+            lr = outcomes[name].lr if name in outcomes else 0.05
+            steps, seconds_taken = accuracy.to_target(team, SIDES.get(name) or ours(name), lr, epochs=4.0)
+            print(
+                f"whole run at 100 Mbit/s, {name}: lr {lr}, {steps} steps, {seconds_taken:.1f} s of training",
+                flush=True,
+            )
+            taken[name] = seconds_taken
+    first = next(iter(taken))
+    report.add(
+        Figure(
+            name="whole_run_speedup_100mbit",
+            value=taken["ddp"] / taken[first],
+            ours=f"{first} {taken[first]:.1f} s, auto {taken['auto']:.1f} s",
+            peer=f"ddp {taken['ddp']:.1f} s",
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ from paceline.codecs import CODECS, Codec, Context, PayloadError, make_codec
 from paceline.core.errors import ConfigError, PacelineError
 
 WORDS = [
-    "cast(bf16)", "cast(fp16)", "cast(fp8)", "nonzero",
+    "cast(bf16)", "cast(fp16)", "cast(fp8)", "dgc", "dgc(0.1, 0.5, values=int8)", "dgc(0.01, ramp=8)", "nonzero",
     "quantize(8)", "quantize(4)", "quantize(2)", "quantize(8, stochastic=True)", "quantize(4, stochastic=True)",
-    "quantize(2, stochastic=True)", "sign", "sign(block=64)", "ternary", "ternary(clip=0)",
+    "quantize(2, stochastic=True)", "quantize(8, shared=True)", "quantize(8, stochastic=True, shared=True)",
+    "sign", "sign(block=64)", "ternary", "ternary(clip=0)",
     "threshold(0.5)", "threshold(density=0.1)", "topk(0.01)", "topk(0.3, chunk=64)", "topk(1.0, chunk=16)",
-    "topk(0.1, values=int8)", "topk(0.1, values=fp16)", "sampled_topk(0.01)", "sampled_topk(0.5)",
+    "topk(0.1, values=int8)", "topk(0.1, values=fp16)", "topk(0.1, values='2bit')",
+    "sampled_topk(0.1, values='2bit')", "sampled_topk(0.01)", "sampled_topk(0.5)",
 ]  # fmt: skip
 SIZES = [0, 1, 2, 7, 8, 63, 64, 65, 255, 4096, 4097, 70_001]
 
@@ -43,10 +45,16 @@ INPUTS = [("normal", numel) for numel in SIZES] + [(kind, numel) for kind in KIN
 
 def encoded(codec: Codec, x: torch.Tensor, residual: torch.Tensor | None = None, seed: int = 1) -> torch.Tensor:
     room = torch.full((codec.nbytes(x.numel()) + 64,), 0xA5, dtype=torch.uint8)
-    n = codec.encode_into(x, residual, room[:-64], Context(step=1, lr=0.1, size=2, seed=seed))
+    agreed = codec.agree(x, residual)
+    n = codec.encode_into(x, residual, room[:-64], Context(step=1, lr=0.1, size=2, seed=seed, agreed=agreed))
     assert 0 <= n <= codec.nbytes(x.numel())
     assert bool((room[-64:] == 0xA5).all()), "wrote beyond what it may"
     return room[:n].clone()
+
+
+def kept(codec: Codec, unsaid: torch.Tensor) -> torch.Tensor:
+    """What a codec keeps whose residual is this, and all else that it keeps is zero."""
+    return torch.cat([unsaid, unsaid.new_zeros((codec.rows - 1) * unsaid.numel())])
 
 
 def decoded(codec: Codec, payload: torch.Tensor, numel: int, weight: float = 1.0) -> torch.Tensor:
@@ -87,7 +95,7 @@ def test_both_paths_write_the_same_bytes_and_residuals(words: str, monkeypatch: 
         results = []
         for path in "kernel", "torch":
             take(path, monkeypatch)
-            residual = before.clone()
+            residual = kept(codec, before)
             payload = encoded(codec, x, residual)
             out = made("normal", numel)
             codec.decode_add(payload, out, 0.7)
@@ -101,10 +109,10 @@ def test_the_residual_is_what_was_not_said(words: str, path: str) -> None:
     codec = make_codec(words)
     for kind, numel in INPUTS:
         if kind not in ("huge", "spread"):
-            x, residual = made(kind, numel), made("normal", numel) * 0.1
-            whole = x + residual
+            x, unsaid = made(kind, numel), made("normal", numel) * 0.1
+            residual = kept(codec, unsaid)
             said = decoded(codec, encoded(codec, x, residual), numel)
-            assert torch.allclose(said + residual, whole, rtol=1e-6, atol=1e-6), (numel, kind)
+            assert torch.allclose(said + residual[:numel], x + unsaid, rtol=1e-6, atol=1e-6), (numel, kind)
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -115,7 +123,7 @@ def test_two_threads_write_the_same_bytes(words: str) -> None:
     try:
         for threads in 1, 2, 3:
             torch.set_num_threads(threads)
-            residual = torch.zeros_like(x)
+            residual = kept(codec, torch.zeros_like(x))
             payload = encoded(codec, x, residual)
             results.append((payload, residual, decoded(codec, payload, x.numel())))
     finally:
@@ -135,11 +143,45 @@ def test_its_words_make_it_again(words: str) -> None:
 def test_values_that_are_not_finite_are_refused_by_name(words: str, bad: float, path: str) -> None:
     codec = make_codec(words)
     for numel, place in (1, 0), (70_001, 70_000), (5000, 17):
-        x, residual = made("normal", numel), torch.zeros(numel)
+        x, residual = made("normal", numel), torch.zeros(codec.rows * numel)
         x[place] = bad
         with pytest.raises(PacelineError, match=r"not finite"):
             encoded(codec, x, residual)
         assert not residual.any()
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_agreement_says_what_is_not_finite_and_refuses_nothing(words: str, path: str) -> None:
+    codec = make_codec(words)
+    for bad in float("nan"), float("inf"), float("-inf"):
+        x = made("normal", 5000)
+        x[4999] = bad
+        agreed = codec.agree(x, kept(codec, torch.zeros(5000)))
+        assert agreed is None or not torch.isfinite(agreed).all()
+        agreed = codec.agree(torch.full((70,), 3e38), kept(codec, torch.full((70,), 3e38)))
+        assert agreed is None or not torch.isfinite(agreed).all()
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_payloads_that_add_have_one_head_and_say_the_sum(words: str, path: str) -> None:
+    codec, size = make_codec(words), 3
+    if codec.adds_as is None:
+        pytest.skip("payloads do not add")
+    for numel in SIZES:
+        xs = [made("normal", numel + i)[i:] * (0.1 + i) for i in range(size)]
+        agreed = [a for x in xs if (a := codec.agree(x, None)) is not None]
+        together = torch.stack(agreed).amax(0) if agreed else None
+        head, payloads = codec.head_bytes(numel), list[torch.Tensor]()
+        for seed, x in enumerate(xs):
+            payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
+            assert codec.encode_into(x, None, payload, Context(size=size, seed=seed, agreed=together)) == len(payload)
+            assert torch.equal(payload[:head], payloads[0][:head] if payloads else payload[:head])
+            payloads.append(payload)
+        total = payloads[0].clone()
+        total[head:] = sum(p[head:].clone().view(codec.adds_as) for p in payloads).view(torch.uint8)  # type: ignore[union-attr]
+        apart = torch.stack([decoded(codec, p, numel) for p in payloads])
+        off = (decoded(codec, total, numel) - apart.sum(0)).abs()
+        assert bool((off <= 2.0**-7 * apart.abs().sum(0) + 1e-6).all())  # which sums of bf16 lose on their way
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -185,6 +227,11 @@ def test_malformed_payloads_are_refused_and_nothing_is_touched(words: str, path:
     ("words", "message"),
     [
         ("quantize(3)", "bits"),
+        ("quantize(4, shared=True)", "8 bits"),
+        ("dgc(0)", "density"),
+        ("dgc(momentum=1)", "momentum"),
+        ("dgc(clip=-1)", "clip"),
+        ("dgc(ramp=0.5)", "ramp"),
         ("topk(0)", "density"),
         ("topk(1.5)", "density"),
         ("sampled_topk(-1)", "density"),

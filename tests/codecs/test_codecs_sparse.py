@@ -25,9 +25,14 @@ KNOWN = {"topk": TopK, "sampled_topk": SampledTopK, "threshold": Threshold, "non
 PATHS = ["torch", *(["kernels"] if importlib.util.find_spec("numba") else [])]
 SIZES = st.sampled_from([0, 1, 2, 7, 8, 9, 63, 300, 4095, 4096, 4097, 9000])
 DENSITIES = st.sampled_from([1e-4, 0.01, 0.07, 0.3, 0.9, 1.0])
-VALUES = st.sampled_from(["float32", "bf16", "fp16", "int8"])
+VALUES = st.sampled_from(["float32", "bf16", "fp16", "int8", "2bit"])
 ALL = [TopK(), TopK(0.1, 64, "int8"), TopK(0.5, 100), SampledTopK(0.1), Threshold(value=1.0), NonZero()]
-ALL += [Threshold(density=0.2, values="fp16"), SampledTopK(0.3, "int8")]
+ALL += [
+    Threshold(density=0.2, values="fp16"),
+    SampledTopK(0.3, "int8"),
+    TopK(0.1, 64, "2bit"),
+    SampledTopK(0.3, "2bit"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -172,10 +177,37 @@ def test_topk_bytes_are_packed() -> None:
     assert TopK(0.01, 4096).nbytes(4096) == 62 + 41 * 4  # 41 positions of 12 bits
     assert TopK(64 / 4096, 4096, "int8").nbytes(4096 * 3) == 3 * (96 + 64 + 4)
     assert TopK(0.01, 4096, "fp16").nbytes(4096 + 100) == 62 + 82 + 1 + 2  # the rest: one position of 7 bits
+    assert TopK(64 / 4096, 4096, "2bit").nbytes(4096 * 3) == 3 * (4 + 96 + 16)
+    assert TopK(0.02, 100, "2bit").nbytes(100) == 4 + 2 + 1
     assert TopK(0.5, 4096).nbytes(1) == 4  # one element: no bits are needed to say where
     assert TopK().nbytes(0) == 0
     for numel in (1, 100, 5000):
         assert len(encode(TopK(0.1, 64), torch.randn(numel))[0]) == TopK(0.1, 64).nbytes(numel)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_two_bits_are_a_sign_and_one_of_two_means(name: str) -> None:
+    codec, x = TopK(6 / 100, 100, "2bit"), torch.zeros(100)
+    x[[3, 7, 20, 50, 51, 99]] = torch.tensor([1.0, -2.0, 1.5, -8.0, 16.0, 1.5])  # their mean is 5
+    with path(name):
+        payload, unsaid = encode(codec, x, torch.zeros(100))
+        said = decode(codec, payload, 100)
+    assert said[[3, 7, 20, 50, 51, 99]].tolist() == [1.5, -1.5, 1.5, -12.0, 12.0, 1.5]
+    assert unsaid is not None
+    assert torch.equal(unsaid, x - said)
+    assert payload[:4].view(torch.bfloat16).tolist() == [1.5, 12.0]
+    assert payload[-2:].tolist() == [0b11_00_10_00, 0b00_01]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_two_bits_say_most_of_what_travels(name: str) -> None:
+    x = torch.randn(40_960, generator=torch.Generator().manual_seed(0))
+    codec = TopK(64 / 4096, 4096, "2bit")
+    with path(name):
+        said = decode(codec, encode(codec, x)[0], len(x))
+    kept = said.abs() > 0
+    assert int(kept.sum()) == 640
+    assert float((x - said)[kept].norm() / x[kept].norm()) < 0.1
 
 
 @pytest.mark.parametrize("name", PATHS)

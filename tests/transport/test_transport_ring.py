@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, Interrupted, TimedOut
@@ -155,13 +155,29 @@ def test_reduce_scatter(formed: Formed, size: int, numel: int, dtype: torch.dtyp
     check_sum(torch.cat(outs), parts)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("few", [16, 0])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**any_case)
-def test_all_gather(formed: Formed, size: int, numel: int, dtype: torch.dtype, link: Link, seed: int) -> None:
+def test_all_gather(
+    formed: Formed, size: int, numel: int, dtype: torch.dtype, link: Link, seed: int,
+    few: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Straight from member to member, and around the ring or by doubling where they are many."""
+    monkeypatch.setattr("paceline.transport.ring._FEW", few)
     parts = [values(dtype, numel, seed * 10 + r) for r in range(size)]
     outs = [torch.empty(numel * size, dtype=dtype) for _ in range(size)]
     formed(size, link).run(lambda ring: ring.all_gather(parts[ring.position], outs[ring.position]))
     assert all(same_bits(out, torch.cat(parts)) for out in outs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(**any_case)
+def test_all_to_all(formed: Formed, size: int, numel: int, dtype: torch.dtype, link: Link, seed: int) -> None:
+    parts = [values(dtype, numel * size, seed * 10 + r) for r in range(size)]
+    outs = [torch.empty(numel * size, dtype=dtype) for _ in range(size)]
+    formed(size, link).run(lambda ring: ring.all_to_all(parts[ring.position], outs[ring.position]))
+    for position, out in enumerate(outs):
+        assert same_bits(out, torch.cat([p.view(size, -1)[position] for p in parts]))
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from paceline.codecs.cast import Cast
 from paceline.codecs.codec import Codec, Context, PayloadError
+from paceline.codecs.dgc import DGC
 from paceline.codecs.nonzero import NonZero
 from paceline.codecs.quantize import Quantize
 from paceline.codecs.sampled import SampledTopK
@@ -21,6 +22,7 @@ from paceline.core.words import build
 
 CODECS: dict[str, Callable[..., Codec]] = {
     "cast": Cast,
+    "dgc": DGC,
     "nonzero": NonZero,
     "quantize": Quantize,
     "sampled_topk": SampledTopK,
@@ -38,6 +40,7 @@ def make_codec(words: Codec | str) -> Codec:
 
 __all__ = [
     "CODECS",
+    "DGC",
     "Cast",
     "Codec",
     "Context",

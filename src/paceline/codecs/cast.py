@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_length, largest_magnitude
+from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, largest_magnitude
+from paceline.codecs.kernels.spread import spread
+from paceline.codecs.records import Array, array_of, fused, largest_of_sum
 from paceline.core.errors import ConfigError, nearest
 
 _TYPES = {
@@ -24,6 +29,7 @@ class Cast:
 
     unbiased = False
     varies = False
+    rows = 1
 
     def __init__(self, to: str = "bf16") -> None:
         if to not in _TYPES:
@@ -39,6 +45,12 @@ class Cast:
     def nbytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize + (0 if self.adds_as else 4)
 
+    def head_bytes(self, numel: int) -> int:
+        return 0
+
+    def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        return None
+
     def bound(self, x: torch.Tensor) -> float:
         largest = largest_magnitude(x)
         if self.adds_as:
@@ -46,32 +58,50 @@ class Cast:
         return largest * self._relative + _scale(largest, self._largest) * _STEP[self.to]
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        whole = x if residual is None else x + residual
-        largest = largest_magnitude(whole)
+        largest, size = largest_of_sum(x, residual), self.nbytes(x.numel())
         check_finite(largest, self)
-        size = self.nbytes(x.numel())
-        if self.adds_as:
-            # What fits no more stands at the edge: an infinity would spoil every sum, a residual catches up.
-            codes = whole.clamp(-self._largest, self._largest).to(self.dtype)
-            out[:size].view(self.dtype).copy_(codes)
-            said = codes.float()
-        else:
-            scale = _scale(largest, self._largest)
-            codes = (whole / scale).clamp(-self._largest, self._largest).to(self.dtype)
-            out[:4].view(torch.float32).fill_(scale)
-            out[4:size].copy_(codes.view(torch.uint8))
-            said = codes.float() * scale
+        scale, head = 0.0, 0
+        if not self.adds_as:
+            scale, head = float(np.float32(_scale(largest, self._largest))), 4
+            out[:head] = torch.tensor([scale]).view(torch.uint8)
+        place = out[head:size]
+        # What fits no more stands at the edge: an infinity would spoil every sum, a residual catches up.
+        if fused(x):
+            from paceline.codecs.kernels import casting
+
+            args = (casting.DROPPED[self.to], np.float32(scale), self._codes(place))
+            spread(casting.encode, x.numel(), x.numpy(), array_of(residual), *args)
+            return size
+        whole = x if residual is None else x + residual
+        scaled = whole / whole.new_tensor([scale]) if scale else whole  # by a tensor: as a number, some devices
+        codes = scaled.clamp(-self._largest, self._largest).to(self.dtype)  # would multiply by its inverse
+        place.copy_(codes.view(torch.uint8))
         if residual is not None:
-            torch.sub(whole, said, out=residual)
+            said = codes.float()
+            torch.sub(whole, said * scale if scale else said, out=residual)
         return size
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
         check_length(payload, self.nbytes(out.numel()), self)
-        if self.adds_as:
-            out.add_(payload.view(self.dtype).float(), alpha=weight)
+        factor, head = weight, 0
+        if not self.adds_as:
+            scale, head = float(payload[:4].clone().view(torch.float32)), 4
+            if not 0 <= scale < math.inf:
+                raise PayloadError(f"a payload of {self.words} has a scale that is negative or not finite")
+            factor = scale * weight
+        place = payload[head:]
+        if fused(out):
+            from paceline.codecs.kernels import casting
+
+            args = (casting.DROPPED[self.to], np.float32(factor), out.numpy())
+            spread(casting.add, out.numel(), self._codes(place), *args)
             return
-        scale = float(payload[:4].clone().view(torch.float32))
-        out.add_(payload[4:].view(self.dtype).float(), alpha=scale * weight)
+        codes = torch.empty(out.numel(), dtype=self.dtype, device=out.device)
+        codes.view(torch.uint8).copy_(place)  # which may stand anywhere
+        out.add_(codes.float().mul_(factor))
+
+    def _codes(self, place: torch.Tensor) -> Array:
+        return place.numpy().view(np.uint8 if self.dtype.itemsize == 1 else np.uint16)
 
 
 def _scale(largest: float, code: float) -> float:

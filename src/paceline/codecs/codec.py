@@ -6,6 +6,9 @@
 A codec holds no state of its own but its settings: residuals stand outside, keyed by parameter, and are updated in
 place. Everything is flat, contiguous float32 on one device; the reducer sees to that. `encode_into` writes the same
 bytes whether it runs in a fused kernel or in plain torch.
+
+Payloads of some codecs add up (`adds_as`): a head that is the same on all members, then numbers. Where that head needs
+the members to agree first, `agree` says on what, and `Context.agreed` brings back what they agreed on.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class Context:
     lr: float = 0.0  # of the optimizer; 0: not known
     size: int = 1  # members that are summed
     seed: int = 0  # unlike on every member and for every tensor, the same again after a resume
+    agreed: torch.Tensor | None = None  # the elementwise maximum, over all members, of what `agree` gave
 
 
 class Codec(Protocol):
@@ -49,16 +53,32 @@ class Codec(Protocol):
 
     @property
     def varies(self) -> bool:
-        """Whether the number of bytes depends on the values."""
+        """Whether the number of bytes depends on more than the number of elements."""
+
+    @property
+    def rows(self) -> int:
+        """How many numbers per element are kept from step to step: the residual's, and perhaps others behind it."""
 
     def nbytes(self, numel: int) -> int:
-        """The bytes that so many elements become; the most, where it depends on the values."""
+        """The bytes that so many elements become; the most, where that varies."""
+
+    def head_bytes(self, numel: int) -> int:
+        """Where payloads add: how many bytes at their beginning are the same on all members. What is behind adds."""
+
+    def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+        """What members must agree on before they encode, by its elementwise maximum; None: on nothing.
+
+        It has inf or nan in it where `x + residual` has: that is not refused here, since others wait for an answer.
+        """
 
     def bound(self, x: torch.Tensor) -> float:
         """The most by which any decoded element may differ from this tensor's, without a residual."""
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
         """Write the bytes of `x + residual` to the beginning of `out` (uint8); how many. Updates the residual.
+
+        The residual has `rows` times as many elements as x: first what is unsaid, then what else the codec keeps. It
+        begins with zeros.
 
         Raises:
             PacelineError: a value is not finite.

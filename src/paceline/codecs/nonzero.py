@@ -37,6 +37,7 @@ class NonZero:
     unbiased = True
     adds_as = None
     varies = True
+    rows = 1
 
     @property
     def words(self) -> str:
@@ -44,6 +45,12 @@ class NonZero:
 
     def nbytes(self, numel: int) -> int:
         return HEADER_BYTES + 4 * numel
+
+    def head_bytes(self, numel: int) -> int:
+        return 0
+
+    def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        return None
 
     def bound(self, x: torch.Tensor) -> float:
         return 0.0

@@ -5,6 +5,8 @@
 Rounded half to even, an element is at most Δ / 2 off, always to the same side: a residual makes up for it. Rounded up
 or down by a draw, so that the mean is right, it is at most Δ off and takes no residual (QSGD, Alistarh and others 2017,
 with the largest magnitude in the place of the norm).
+
+With scales that all members share, codes of 8 bits add up: shared_scale.py.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from paceline.codecs import shared_scale
 from paceline.codecs.codec import Context, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
@@ -24,35 +27,59 @@ class Quantize:
 
     Args:
         bits: 8 | 4 | 2. With 2 the codes are -1, 0 and 1.
-        block: elements that share a scale, a power of two from 16 to 65536.
+        block: elements that share a scale, a power of two from 16 to 65536. None: 256, or 1024 where it is shared.
         stochastic: round by a draw that depends on the context's seed and step and on the element's index.
+        shared: all members have the same scales, and their codes add up. Only with 8 bits, and up to 127 members,
+            each of which has 127 // members levels to either side.
     """
 
-    adds_as = None
     varies = False
+    rows = 1
 
-    def __init__(self, bits: int = 8, block: int = 256, stochastic: bool = False) -> None:
+    def __init__(self, bits: int = 8, block: int | None = None, stochastic: bool = False, shared: bool = False) -> None:
         if bits not in (8, 4, 2):
             raise ConfigError(f"quantize(bits={bits!r}): 8, 4 or 2 bits are possible")
         if not isinstance(stochastic, bool):
             raise ConfigError(f"quantize(stochastic={stochastic!r}): True or False is needed")
+        if not isinstance(shared, bool):
+            raise ConfigError(f"quantize(shared={shared!r}): True or False is needed")
+        if shared and bits != 8:
+            raise ConfigError(f"quantize(bits={bits!r}, shared=True): codes that add need 8 bits")
+        if block is None:
+            block = 1024 if shared else 256
         self.bits, self.block, self.stochastic = bits, dense.check_block(block, "quantize"), stochastic
-        self.unbiased = stochastic
+        self.shared, self.unbiased = shared, stochastic
+        self.adds_as = torch.int8 if shared else None
 
     @property
     def words(self) -> str:
         stochastic = ", stochastic=True" if self.stochastic else ""
-        return f"quantize(bits={self.bits}, block={self.block}{stochastic})"
+        shared = ", shared=True" if self.shared else ""
+        return f"quantize(bits={self.bits}, block={self.block}{stochastic}{shared})"
 
     def nbytes(self, numel: int) -> int:
         return dense.nbytes(numel, self.block, self.bits)
 
+    def head_bytes(self, numel: int) -> int:
+        return 4 * dense.num_blocks(numel, self.block)
+
+    def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+        if not self.shared:
+            return None
+        largest = dense.Blocks(x, residual, self.block).largest()
+        largest[np.isnan(largest)] = np.inf  # which is the maximum of itself and anything, however that is found
+        return torch.from_numpy(largest).to(x.device)
+
     def bound(self, x: torch.Tensor) -> float:
+        """For shared scales: whatever the number of members, where none has larger magnitudes than these."""
         largest = largest_magnitude(x)
         steps = (1.0 if self.stochastic else 0.5) + 2.0**-13  # of 127 steps, float32 may be that much off
-        return largest / ((1 << (self.bits - 1)) - 1) * steps + dense.SMALLEST
+        levels = 1 if self.shared else (1 << (self.bits - 1)) - 1
+        return largest / levels * steps + dense.SMALLEST
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        if self.shared:
+            return self._encode_shared(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)
         largest = blocks.largest()
         check_finite(float(largest.max(initial=0.0)), self)
@@ -62,3 +89,20 @@ class Quantize:
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
         scales = dense.read_scales(payload, out.numel(), self.block, self.bits, self)
         dense.add_codes(payload[scales.nbytes :], scales * np.float32(weight), self.block, self.bits, out)
+
+    def _encode_shared(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context
+    ) -> int:
+        """What was agreed on, where it is finite, is believed to be so for this x and residual."""
+        if context.size > shared_scale.MOST_MEMBERS:
+            raise ConfigError(
+                f"{self.words}: the codes of {context.size} members do not add up in a byte. It takes at most "
+                f"{shared_scale.MOST_MEMBERS}: leave out shared=True"
+            )
+        if context.agreed is None:
+            largest = dense.Blocks(x, residual, self.block).largest()
+        else:
+            largest = context.agreed.cpu().numpy()
+        check_finite(float(largest.max(initial=0.0)), self)
+        levels, drawn = shared_scale.MOST_MEMBERS // context.size, context if self.stochastic else None
+        return shared_scale.write(x, residual, self.block, largest, levels, out, drawn)

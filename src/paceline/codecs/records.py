@@ -7,7 +7,7 @@
     write_counts, read_header, read_counts
                       before the records, where their number depends on the values: how many, in all and of each block
 
-kernels/sparse.py has the layout of a record and the fused forms of all this.
+kernels/sparse.py has the layout of a record; it and kernels/reading.py have the fused forms of all this.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from paceline.core.errors import ConfigError, nearest
 
 Array = np.ndarray[Any, Any]
 
-VALUES = {"float32": 4, "bf16": 2, "fp16": 2, "int8": 1}  # bytes of a value; kernels know them by their order
+VALUES = {"float32": 32, "bf16": 16, "fp16": 16, "int8": 8, "2bit": 2}  # bits; kernels know them by their order
 BLOCK = 4096  # elements of a block where a whole tensor is looked at: 12 bits say where an element stands in it
 HEADER_BYTES = 8
+SCALE_BYTES = {"int8": 4, "2bit": 4}  # of a record; the others have none
 _HALVES = {"bf16": (torch.bfloat16, 3.3895313892515355e38), "fp16": (torch.float16, 65504.0)}
 _NONE = np.empty(0, np.float32)
+PLAIN = (np.float32(1.0), np.float32(0.0))  # the factor and the momentum of kernels that are given none
 _MAGNITUDE = 0x7FFFFFFF
 
 
@@ -63,12 +65,12 @@ class Records:
     def __init__(self, numel: int, block: int, values: str, counts: Array, start: int) -> None:
         self.numel, self.block, self.values, self.counts = numel, block, values, counts
         self.kind = list(VALUES).index(values)
-        self.scale_bytes = 4 if values == "int8" else 0
+        self.scale_bytes = SCALE_BYTES.get(values, 0)
         self.widths = np.full(len(counts), (block - 1).bit_length(), np.int64)
         if numel % block:
             self.widths[-1] = (numel % block - 1).bit_length()
         self.index_bytes = (counts * self.widths + 7) // 8
-        sizes = self.index_bytes + counts * VALUES[values] + self.scale_bytes * (counts > 0)
+        sizes = self.index_bytes + (counts * VALUES[values] + 7) // 8 + self.scale_bytes * (counts > 0)
         ends = np.cumsum(sizes) + start
         self.start, self.offsets = start, ends - sizes
         self.end = int(ends[-1]) if len(ends) else start
@@ -82,8 +84,16 @@ class Records:
             wide = width > j
             place = 8 * (first + self.scale_bytes - self.start) + rank * width + j
             bits[place[wide]] = (inside >> j & 1)[wide].to(torch.uint8)
+        if self.values == "2bit":
+            scale, codes, said = self._two_bits(values, block_of, rank)
+            place = 8 * (self._value_bytes(block_of, first) - self.start) + 2 * rank
+            bits[place], bits[place + 1] = codes & 1, codes >> 1
         powers = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=out.device)
         out[self.start : self.end] = (bits.view(-1, 8) * powers).sum(1, dtype=torch.uint8)
+        head = first[:, None] + torch.arange(4, device=out.device)
+        if self.values == "2bit":
+            out[head] = scale[block_of]
+            return said
         if self.values == "int8":
             scale = torch.zeros(len(self.counts), device=out.device)
             scale.scatter_reduce_(0, block_of, values.abs(), "amax")
@@ -91,7 +101,6 @@ class Records:
             scale = scale / torch.full_like(scale, 127.0)  # by a tensor: some devices turn a number upside down
             codes = torch.round(values / scale[block_of]).clamp(-127, 127)
             said, coded = codes * scale[block_of], codes.to(torch.int8)
-            head = torch.from_numpy(self.offsets).to(out.device)[block_of, None] + torch.arange(4, device=out.device)
             out[head] = scale.view(torch.uint8).view(-1, 4)[block_of]
         elif self.values == "float32":
             said = coded = values
@@ -99,8 +108,35 @@ class Records:
             dtype, most = _HALVES[self.values]
             coded = values.clamp(-most, most).to(dtype)
             said = coded.float()
-        out[self._value_places(block_of, rank, first)] = coded.view(torch.uint8).view(-1, VALUES[self.values])
+        out[self._value_places(block_of, rank, first)] = coded.view(torch.uint8).view(-1, VALUES[self.values] // 8)
         return said
+
+    def _two_bits(
+        self, values: torch.Tensor, block_of: torch.Tensor, rank: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The two magnitudes of each record as four bytes, the codes, and what a reader takes the values for."""
+        magnitudes = values.abs()
+        middle = self._means(magnitudes, torch.ones_like(magnitudes), block_of, rank).float()
+        upper = magnitudes >= middle[block_of]
+        means = [self._means(magnitudes, chosen, block_of, rank) for chosen in (~upper, upper)]
+        words = torch.stack(means, 1).float().view(torch.int32) >> 16  # cut off: no more than was meant
+        said = (words.view(-1)[2 * block_of + upper] << 16).view(torch.float32)
+        negative = values.view(torch.int32) < 0
+        codes = upper.to(torch.uint8) | negative.to(torch.uint8) << 1
+        return words.to(torch.int16).view(torch.uint8).view(-1, 4), codes, torch.where(negative, -said, said)
+
+    def _means(
+        self, magnitudes: torch.Tensor, chosen: torch.Tensor, block_of: torch.Tensor, rank: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the chosen of each record, 0 where there are none; halves added to halves, as the kernel does."""
+        width = 1 << (int(self.counts.max(initial=1)) - 1).bit_length()
+        terms = torch.zeros(2, len(self.counts), width, dtype=torch.float64, device=magnitudes.device)
+        terms[0, block_of, rank] = (magnitudes * chosen).double()
+        terms[1, block_of, rank] = chosen.double()
+        while width > 1:
+            width //= 2
+            terms = terms[:, :, :width] + terms[:, :, width:]
+        return terms[0, :, 0] / terms[1, :, 0].clamp(min=1)
 
     def read(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Positions and values in plain torch; nothing where they are not sensible."""
@@ -113,9 +149,15 @@ class Records:
         positions = inside + block_of * self.block
         if positions.numel() and (int(positions[-1]) >= self.numel or bool((positions.diff() <= 0).any())):
             return None
+        head = first[:, None] + torch.arange(4, device=payload.device)
+        if self.values == "2bit":
+            codes = payload[self._value_bytes(block_of, first) + (rank >> 2)].int() >> (2 * (rank & 3)).int() & 3
+            words = payload[head].view(-1).view(torch.int16).view(-1, 2).int() << 16
+            values = words.gather(1, (codes & 1).long()[:, None]).view(-1).view(torch.float32)
+            values = torch.where(codes > 1, -values, values)
+            return (positions, values) if bool(torch.isfinite(values).all()) else None
         coded = payload[self._value_places(block_of, rank, first)].contiguous().view(-1)
         if self.values == "int8":
-            head = first[:, None] + torch.arange(4, device=payload.device)
             values = coded.view(torch.int8).float() * payload[head].view(-1).view(torch.float32)
         elif self.values == "float32":
             values = coded.view(torch.float32)
@@ -132,18 +174,22 @@ class Records:
         )
         return block, place, width, first
 
+    def _value_bytes(self, block_of: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """Where the values of an element's record begin."""
+        return first + self.scale_bytes + torch.from_numpy(self.index_bytes).to(first.device)[block_of]
+
     def _value_places(self, block_of: torch.Tensor, rank: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        index_bytes = torch.from_numpy(self.index_bytes).to(first.device)[block_of]
-        size = VALUES[self.values]
-        return (first + self.scale_bytes + index_bytes + rank * size)[:, None] + torch.arange(size, device=first.device)
+        size = VALUES[self.values] // 8
+        return (self._value_bytes(block_of, first) + rank * size)[:, None] + torch.arange(size, device=first.device)
 
 
 def largest_of_sum(x: torch.Tensor, residual: torch.Tensor | None) -> float:
     """The largest magnitude of x + residual; nan where there is one."""
+    assert residual is None or residual.numel() == x.numel(), "kernels do not look where a tensor ends"
     if x.numel() and fused(x):
         from paceline.codecs.kernels import sparse
 
-        return _float(max(spread(sparse.largest, x.numel(), x.numpy(), array_of(residual))))
+        return magnitude_of(max(spread(sparse.largest, x.numel(), x.numpy(), array_of(residual), *PLAIN)))
     return largest_magnitude(x if residual is None else x + residual)
 
 
@@ -158,7 +204,7 @@ def count_above(x: torch.Tensor, residual: torch.Tensor | None, cut: int) -> tup
 
         counts = np.zeros(num_blocks, np.int64)
         tops = spread(sparse.count_above, x.numel(), x.numpy(), array_of(residual), cut, BLOCK, counts, unit=BLOCK)
-        return counts, _float(max(tops)) if x.numel() else 0.0
+        return counts, magnitude_of(max(tops)) if x.numel() else 0.0
     whole = x if residual is None else x + residual
     blocks = torch.zeros(num_blocks * BLOCK, dtype=torch.bool, device=x.device)
     blocks[: x.numel()] = _above(whole, cut)
@@ -181,11 +227,12 @@ def write_above(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tenso
 def add_records(payload: torch.Tensor, out: torch.Tensor, weight: float, records: Records, codec: Codec) -> None:
     """Check all records, then add what they say to `out`."""
     if fused(out):
-        from paceline.codecs.kernels import sparse
+        from paceline.codecs.kernels import reading
 
-        place = (payload.numpy(), out.numpy(), records.block, records.counts, records.offsets, records.kind)
-        if all(spread(sparse.read_records, out.numel(), *place, np.float32(weight), False, unit=records.block)):
-            spread(sparse.read_records, out.numel(), *place, np.float32(weight), True, unit=records.block)
+        layout = (records.block, records.counts, records.widths, records.offsets, records.kind)
+        args = (payload.numpy(), out.numpy(), *layout, np.float32(weight))
+        if all(spread(reading.read_records, out.numel(), *args, False, unit=records.block)):
+            spread(reading.read_records, out.numel(), *args, True, unit=records.block)
             return
     elif (found := records.read(payload)) is not None:
         positions, values = found
@@ -270,9 +317,10 @@ def keep_unsaid(
         residual[positions] = kept
 
 
-def _float(bits: int) -> float:
-    """
-    >>> _float(0x3F800000)
+def magnitude_of(bits: int) -> float:
+    """The magnitude that has these bits.
+
+    >>> magnitude_of(0x3F800000)
     1.0
     """
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])

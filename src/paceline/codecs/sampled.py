@@ -18,6 +18,7 @@ from paceline.codecs.codec import Context, PayloadError, check_finite, largest_m
 from paceline.codecs.records import (
     BLOCK,
     HEADER_BYTES,
+    SCALE_BYTES,
     VALUES,
     Array,
     Records,
@@ -43,12 +44,13 @@ class SampledTopK:
 
     Args:
         density: the share of elements that travels.
-        values: "float32" | "bf16" | "fp16" | "int8" (with one scale for each 4096 elements).
+        values: "float32" | "bf16" | "fp16" | "int8" (with one scale for each 4096 elements) | "2bit".
     """
 
     unbiased = False
     adds_as = None
     varies = True
+    rows = 1
 
     def __init__(self, density: float = 0.01, values: str = "float32") -> None:
         check_density(density, "sampled_topk")
@@ -63,8 +65,15 @@ class SampledTopK:
         most, num_blocks = self._most(numel), -(-numel // BLOCK)
         spoken = min(most, num_blocks)  # blocks that have a record, at the most
         index_bytes = (most * (BLOCK - 1).bit_length() + 7 * spoken) // 8
-        scale_bytes = 4 * spoken if self.values == "int8" else 0
-        return HEADER_BYTES + 2 * num_blocks + index_bytes + most * VALUES[self.values] + scale_bytes
+        bits = VALUES[self.values]
+        value_bytes = -(-most * bits // 8) + (spoken if bits % 8 else 0)
+        return HEADER_BYTES + 2 * num_blocks + index_bytes + value_bytes + SCALE_BYTES.get(self.values, 0) * spoken
+
+    def head_bytes(self, numel: int) -> int:
+        return 0
+
+    def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        return None
 
     def bound(self, x: torch.Tensor) -> float:
         return largest_magnitude(x)

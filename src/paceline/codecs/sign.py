@@ -24,6 +24,7 @@ class Sign:
     unbiased = False
     adds_as = None
     varies = False
+    rows = 1
 
     def __init__(self, block: int = 1024) -> None:
         self.block = dense.check_block(block, "sign")
@@ -34,6 +35,12 @@ class Sign:
 
     def nbytes(self, numel: int) -> int:
         return dense.nbytes(numel, self.block, 1)
+
+    def head_bytes(self, numel: int) -> int:
+        return 0
+
+    def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        return None
 
     def bound(self, x: torch.Tensor) -> float:
         return largest_magnitude(x)  # magnitude and mean are both between 0 and the largest

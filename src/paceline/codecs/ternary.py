@@ -35,6 +35,7 @@ class Ternary:
 
     adds_as = None
     varies = False
+    rows = 1
 
     def __init__(self, clip: float = 2.0, block: int = 1024) -> None:
         if isinstance(clip, bool) or not isinstance(clip, int | float) or not (clip >= 0 and math.isfinite(clip)):
@@ -51,6 +52,12 @@ class Ternary:
 
     def nbytes(self, numel: int) -> int:
         return dense.nbytes(numel, self.block, 2)
+
+    def head_bytes(self, numel: int) -> int:
+        return 0
+
+    def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        return None
 
     def bound(self, x: torch.Tensor) -> float:
         largest = largest_magnitude(x)

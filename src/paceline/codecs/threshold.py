@@ -42,12 +42,13 @@ class Threshold:
     Args:
         value: the fixed threshold.
         density: the share of elements that should travel. One of both is given.
-        values: "float32" | "bf16" | "fp16" | "int8" (with one scale for each 4096 elements).
+        values: "float32" | "bf16" | "fp16" | "int8" (with one scale for each 4096 elements) | "2bit".
     """
 
     unbiased = False
     adds_as = None
     varies = True
+    rows = 1
 
     def __init__(self, value: float | None = None, density: float | None = None, values: str = "float32") -> None:
         if (value is None) == (density is None):
@@ -66,6 +67,12 @@ class Threshold:
 
     def nbytes(self, numel: int) -> int:
         return HEADER_BYTES + 4 * numel
+
+    def head_bytes(self, numel: int) -> int:
+        return 0
+
+    def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        return None
 
     def bound(self, x: torch.Tensor) -> float:
         largest = largest_magnitude(x)

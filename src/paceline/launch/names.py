@@ -11,7 +11,20 @@ import re
 from paceline.core.errors import ConfigError, nearest
 
 STRATEGIES = ("allreduce",)
-CODECS = ("none", "cast", "nonzero", "quantize", "sampled_topk", "sign", "ternary", "threshold", "topk")
+CODECS = (
+    "none",
+    "auto",
+    "cast",
+    "dgc",
+    "lowrank",
+    "nonzero",
+    "quantize",
+    "sampled_topk",
+    "sign",
+    "ternary",
+    "threshold",
+    "topk",
+)
 TRANSPORTS = ("auto", "own", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 PROGRESS = ("auto", "rich", "plain", "off")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline.codecs import make_codec
 from paceline.core.errors import ConfigError
 from paceline.core.words import build
 from paceline.strategies.allreduce import AllReduce
+from paceline.strategies.reducers import Method
 from paceline.strategies.strategy import Strategy, Tally, World
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {"allreduce": AllReduce}
@@ -18,7 +18,7 @@ def make_strategy(words: Any, codec: str = "") -> Strategy:
     """The strategy that a user wrote as an object or in words; a codec in words goes before the strategy's own."""
     strategy: Strategy = build(words, STRATEGIES, "strategy") if isinstance(words, str) else words
     if codec and isinstance(strategy, AllReduce):
-        strategy.codec = None if codec == "none" else make_codec(codec)
+        strategy.method = Method.of(codec)
     elif codec:
         raise ConfigError(f"codec={codec!r}: {type(strategy).__name__} has no use for a codec")
     return strategy

@@ -22,10 +22,10 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
-from paceline.codecs import Codec, make_codec
+from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.strategies.engine import Engine
-from paceline.strategies.reducer import Coder
+from paceline.strategies.reducers import Auto, Coder, LowRank, Method
 from paceline.strategies.strategy import World
 
 
@@ -34,8 +34,11 @@ class AllReduce:
 
     Args:
         bucket_mb: gradients travel in pieces of about this size.
-        codec: what travels between hosts instead of the gradients, such as "topk(density=0.01)"; see `paceline.codecs`.
-            Members that all share one host exchange codes through shared memory: it saves nothing, but can be tried.
+        codec: what travels between hosts instead of the gradients, such as "topk(density=0.01)" (see
+            `paceline.codecs`), "lowrank(rank=2)", or "auto" for what turns out to be the fastest. Members that all
+            share one host exchange codes through shared memory: it saves nothing, but can be tried.
+        back: the codec in which sums are sent back, such as "quantize(8)": each member then sums a part of every
+            bucket, which takes fewer bytes from three hosts on. None: everyone gets everyone's codes.
         feedback: whether what a codec leaves unsaid is added to the next gradient; None: where the codec is biased.
         warmup: so many first backward passes exchange gradients as they are.
     """
@@ -43,7 +46,8 @@ class AllReduce:
     def __init__(
         self,
         bucket_mb: float = 4.0,
-        codec: Codec | str | None = None,
+        codec: Codec | LowRank | Auto | str | None = None,
+        back: Codec | str | None = None,
         feedback: bool | None = None,
         warmup: int = 0,
     ) -> None:
@@ -51,26 +55,32 @@ class AllReduce:
             raise ConfigError(f"allreduce(bucket_mb={bucket_mb}): must be more than 0")
         if warmup < 0:
             raise ConfigError(f"allreduce(warmup={warmup}): must not be negative")
-        self.codec = None if codec in (None, "", "none") else make_codec(codec)
+        self.method = Method.of(codec, back)
         self._feedback = feedback
         self._warmup = warmup
         self.bucket_bytes = int(bucket_mb * 1e6)
         self._engines: dict[int, Engine] = {}  # by id of the model
         self._drives: dict[int, Engine] = {}  # by id of the optimizer
         self._owned: dict[int, torch.nn.Parameter] = {}  # by id; a parameter belongs to one engine
-        self._saved: list[list[str]] = []
+        self._saved: list[dict[str, Any]] = []  # of engines still to come
         self._task = -1  # the backward pass at whose end we are called
         self._depth = 0  # of passes within passes
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         if world.group.size == 1:
             return
+        if getattr(self.method.codec, "momentum", 0.0) and any(
+            {"momentum", "betas"} & _set(g) for g in optimizer.param_groups
+        ):
+            raise ConfigError(
+                f"{self.method.words}: dgc keeps the momentum itself. Use torch.optim.SGD with momentum=0"
+            )
         engine = self._engines.get(id(model))
         if engine is None:
             engine = Engine(model, world, self.bucket_bytes, self._arm, self._owned, self._coder(world))
             self._engines[id(model)] = engine
             if self._saved:
-                engine.order = self._saved.pop(0)
+                self._restore(engine, self._saved.pop(0))
         self._drives[id(optimizer)] = engine
         engine.adopt(optimizer)
 
@@ -105,10 +115,14 @@ class AllReduce:
             engine.collect()
 
     def _coder(self, world: World) -> Coder | None:
-        if self.codec is None:
+        if self.method.codec is None:
             return None
+        if self._feedback is False and getattr(self.method.codec, "rows", 1) > 1:
+            raise ConfigError(f"feedback=False: {self.method.words} is nothing without what it keeps")
         seed = world.seed * 1009 + len(self._engines)
-        return Coder(self.codec, feedback=self._feedback, warmup=self._warmup, seed=seed, group=world.group)
+        coder = Coder(self.method, feedback=self._feedback, warmup=self._warmup, seed=seed, tell=world.tell)
+        coder.agree(world.group)
+        return coder
 
     def readings(self) -> dict[str, Any]:
         coders = [e.coder for e in self._engines.values() if e.coder]
@@ -116,7 +130,9 @@ class AllReduce:
             return {}
         totals = {name: sum(getattr(c.cost, name) for c in coders) for name in vars(coders[0].cost)}
         norms = [float(r.norm()) for c in coders for r in c.residuals.values()]
-        return {"codec": coders[0].codec.words, **totals, "residual_norm": math.hypot(*norms)}
+        chosen = coders[0].chosen
+        words = coders[0].asked.words + (f": {chosen.words}" if chosen else "")
+        return {"codec": words, **totals, "residual_norm": math.hypot(*norms)}
 
     def own_state(self) -> dict[str, Any]:
         coders = [e.coder for e in self._engines.values() if e.coder]
@@ -128,17 +144,19 @@ class AllReduce:
             coder.load([s["coders"][i] for s in states if len(s.get("coders", ())) > i])
 
     def state_dict(self) -> dict[str, Any]:
-        passes = [e.coder.passes if e.coder else 0 for e in self._engines.values()]
-        return {"orders": [e.order for e in self._engines.values() if e.order], "passes": passes}
+        engines = self._engines.values()
+        return {"engines": [{"order": e.order, "coder": e.coder.common() if e.coder else {}} for e in engines]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        orders = [list(order) for order in state.get("orders", [])]
-        for engine, order in zip(self._engines.values(), orders):
-            engine.order = order
-        self._saved = orders[len(self._engines) :]
-        for engine, passes in zip(self._engines.values(), state.get("passes", [])):
-            if engine.coder:
-                engine.coder.passes = passes
+        saved = list(state.get("engines", []))
+        for engine, own in zip(self._engines.values(), saved):
+            self._restore(engine, own)
+        self._saved = saved[len(self._engines) :]
+
+    def _restore(self, engine: Engine, state: dict[str, Any]) -> None:
+        engine.order = list(state["order"])
+        if engine.coder and state["coder"]:
+            engine.coder.load_common(state["coder"])
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -168,6 +186,13 @@ class AllReduce:
             self._arm()
 
         handle = outer.register_hook(resume)
+
+
+def _set(group: dict[str, Any]) -> set[str]:
+    """The options of a param group that are not zero or empty."""
+    return {
+        key for key, value in group.items() if isinstance(value, tuple) or (isinstance(value, int | float) and value)
+    }
 
 
 def _failed_pass() -> Interrupted:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.strategies.reducer import Coder, Piece, Reducer
+from paceline.strategies.reducers import Coder, Piece, Reducer
 from paceline.transport.arena import Arena, Kept
 from paceline.transport.group import Group
 
@@ -96,7 +96,7 @@ class Layout:
             for bucket, nbytes in zip(mine, sizes):
                 self._place(bucket, arena, offset, num_control, num_buffered)
                 if reducer:
-                    pieces = [Piece(s.name, s.place, id(s.parameter)) for s in bucket.slots]
+                    pieces = [Piece(s.name, s.place, id(s.parameter), _rows(s.parameter)) for s in bucket.slots]
                     reducer.add(offset, bucket.flat.dtype, bucket.flat.numel(), pieces)
                 offset += nbytes
         self.start()
@@ -150,7 +150,10 @@ class Layout:
 
 
 def _fill(slots: Sequence[Slot], bucket_bytes: int) -> list[Bucket]:
-    """Cut the slots into buckets of one device and dtype each; float32 ones last where there are several kinds."""
+    """Cut the slots into buckets of one device and dtype each; float32 ones last where there are several kinds.
+
+    A bucket is full when it has reached its size: a large parameter takes along the small ones before it.
+    """
     buckets: list[Bucket] = []
     kinds = dict.fromkeys((s.parameter.device, s.parameter.dtype) for s in slots)
     for kind in sorted(kinds, key=lambda k: k[1] == torch.float32):
@@ -158,19 +161,27 @@ def _fill(slots: Sequence[Slot], bucket_bytes: int) -> list[Bucket]:
         for slot in slots:
             if (slot.parameter.device, slot.parameter.dtype) != kind:
                 continue
-            nbytes = slot.parameter.nbytes
-            if bucket.slots and size + nbytes > bucket_bytes:
+            bucket.slots.append(slot)
+            size += slot.parameter.nbytes
+            if size >= bucket_bytes:
                 buckets.append(bucket)
                 bucket, size = Bucket(), 0
-            bucket.slots.append(slot)
-            size += nbytes
-        buckets.append(bucket)
+        if bucket.slots:
+            buckets.append(bucket)
     return buckets
 
 
 def _padded(numel: int) -> int:
     """Slots begin at multiples of 16 elements, so that vector instructions find them aligned."""
     return -(-numel // 16) * 16
+
+
+def _rows(parameter: torch.nn.Parameter) -> int:
+    """Of the matrix that the memory of its gradient holds: the size of the dimension that varies slowest."""
+    if parameter.dim() < 2 or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return int(parameter.shape[0]) if parameter.dim() > 1 else 1
+    slowest = max(range(parameter.dim()), key=lambda i: (parameter.stride(i), parameter.shape[i]))
+    return int(parameter.shape[slowest])
 
 
 def _like(flat: torch.Tensor, start: int, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.strategies.buckets import BAD, LATE, MARKS, WEIGHT, WISH, Layout, Slot
-from paceline.strategies.reducer import Coder
+from paceline.strategies.reducers import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
 from paceline.transport.arena import Arena
@@ -220,6 +220,8 @@ class Engine:
         elif self._moving:
             layout.buffered.zero_()
         layout.launch(end=True)
+        if self.coder:
+            self.coder.launched()
 
     def collect(self) -> None:
         """Wait for the sums and hand them out as `p.grad`."""

@@ -44,8 +44,10 @@ class World:
         tally: Tally | None = None,
         check_finite: bool = False,
         seed: int = 0,
+        tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         self.group = group
+        self.tell = tell  # a line to the person who watches
         self.seed = seed
         self.status = status or Status(None)
         self.tally = tally or Tally()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +59,12 @@ class Run:
         self._status = status
         self._tally = Tally()
         self._world = World(
-            group, status=status, tally=self._tally, check_finite=settings.check_finite, seed=settings.seed
+            group,
+            status=status,
+            tally=self._tally,
+            check_finite=settings.check_finite,
+            seed=settings.seed,
+            tell=self._tell,
         )
         self._saver = Saver(
             directory / "checkpoints",
@@ -343,6 +349,12 @@ class Run:
 
     def _agree(self, value: int) -> list[int]:
         return [int(t) for t in self.group.all_gather(torch.tensor([value]))]
+
+    def _tell(self, line: str) -> None:
+        """What a strategy has to say to the person who watches, once and not by every member."""
+        self._events.emit("told", line=line)
+        if self.is_first:
+            print(f"paceline: {line}", file=sys.stderr)
 
     def _readings(self) -> tuple[float, float, int, float]:
         data_s = sum(loader.wait_s for loader in self._loaders)

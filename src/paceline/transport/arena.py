@@ -9,6 +9,7 @@ everything posted holds the sum and nobody reads this member's memory any more.
     CarriedArena  private memory: a thread carries each slice to the others, around a ring of hosts or through a codec,
                   while the training thread computes
     StagedArena   memory of a device, summed through another arena in host memory
+    DeviceArena   memory of a device, reduced there by a codec
 
 `own` tells which part of a slice this member will sum itself. What belongs there need not be copied in before posting:
 it may be handed over as `kept`, and is read where it lies when the sum is made. Of two members each saves half a copy.
@@ -25,6 +26,8 @@ from typing import Protocol
 
 import torch
 
+from paceline.transport.link import Link
+
 NOTHING = slice(0, 0)
 
 Kept = tuple[slice, torch.Tensor, float]  # of a slice: what is to be there, and the factor it is still to be given
@@ -40,8 +43,17 @@ class Collective(Protocol):
     def size(self) -> int: ...
     @property
     def position(self) -> int: ...
+    @property
+    def link(self) -> Link | None:
+        """What was measured between the members; None where they share memory."""
+
+    def measure(self) -> None:
+        """Measure the link again."""
+
     def all_reduce(self, flat: torch.Tensor) -> None: ...
     def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None: ...
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Row j of `flat` goes to member j; row j of `out` comes from it."""
 
 
 Through = Callable[[Collective], Reduce]

@@ -23,6 +23,7 @@ import torch
 
 from paceline.core.errors import ConfigError, Interrupted, TimedOut
 from paceline.transport.arena import Arena, CarriedArena, StagedArena, Through
+from paceline.transport.device_arena import DeviceArena
 from paceline.transport.mesh import Fault
 from paceline.transport.ring import Ring
 from paceline.transport.shared import Shared
@@ -91,7 +92,8 @@ class Group:
             beneath = self._shared(name)
         outer = (through(beneath) if through else beneath.all_reduce) if beneath else None
         if outer and (len(self._mine) == 1 or len(self._hosts) == 1):
-            arena = CarriedArena(outer, name, nbytes)
+            cuda = device if through and device is not None and device.type == "cuda" else None
+            arena = DeviceArena(outer, name, nbytes, cuda) if cuda else CarriedArena(outer, name, nbytes)
         else:
             inner = SharedArena(
                 wires.links,
@@ -104,7 +106,7 @@ class Group:
                 hierarchical=len(self._hosts) > 1,
             )
             arena = Background(inner, name) if self._core_to_spare(device) else inner
-        if device is not None and device.type != "cpu":
+        if device is not None and arena.memory.device.type != device.type:
             arena = StagedArena(arena, device)
         self._arenas.append(arena)
         if beneath:

@@ -8,6 +8,7 @@ bytes:
                of sending its bytes and of one piece's way                                bandwidth-optimal
     doubling   log₂ n rounds of B bytes, two more where n is not a power of two           latency-optimal
     chain      broadcast from member to member in pieces;   tree: log₂ n rounds of B bytes
+    direct     everyone sends to everyone else at once, (n−1) messages of B bytes
 
 [1] R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in MPICH,
 2005.
@@ -56,6 +57,14 @@ class Link(msgspec.Struct, frozen=True):
     def doubling_s(self, size: int, nbytes: float) -> float:
         """All-reduce by recursive doubling."""
         return doubling_rounds(size) * (self.latency_s + self.seconds(nbytes))
+
+    def all_reduce_s(self, size: int, nbytes: float) -> float:
+        """By the faster of the two."""
+        return min(self.ring_s(size, nbytes), self.doubling_s(size, nbytes))
+
+    def direct_s(self, size: int, nbytes: float) -> float:
+        """All-gather, or all-to-all, of messages of so many bytes."""
+        return self.latency_s + (size - 1) * self.seconds(nbytes)
 
     def chain_s(self, size: int, nbytes: float) -> float:
         """Broadcast along the ring."""

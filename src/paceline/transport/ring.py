@@ -2,8 +2,8 @@
 
 Large tensors go around a ring: scatter-reduce, then all-gather [1], in pieces, each added and passed on
 while later ones are still on the wire. Small ones go by recursive doubling, and broadcasts by a tree, which
-take fewer steps. `cost` says which is expected to be faster, from the link that was measured when the ring
-was formed.
+take fewer steps. `cost` says which is expected to be faster, from the link that was measured when the ring was
+formed. What needs no sums goes straight from member to member, while these are few.
 
 The result is the same on all members, bit for bit: around the ring each sum is made once and copied; in
 doubling every member adds the same operands in the same order.
@@ -29,6 +29,7 @@ from paceline.transport.link import Link, doubling_rounds
 from paceline.transport.mesh import Mesh
 
 _MEASURE_BYTES = 1 << 23  # at most, in one transfer
+_FEW = 16  # members: so many may have channels to everyone
 _UNKNOWN = Link(latency_s=1.0, bytes_per_s=1e9)  # before it is measured: everything small goes by doubling
 
 
@@ -48,7 +49,7 @@ class Ring:
         self._right = (self.position + 1) % self.size
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.link = _UNKNOWN
-        self.link = link or self._measure()
+        self.link = link or self._measured()
 
     def all_reduce(self, flat: torch.Tensor) -> None:
         """Replace `flat` by its sum over the members."""
@@ -86,7 +87,9 @@ class Ring:
             return
         ring_s = self.link.steps_s(self.size - 1, flat.nbytes)
         with self._lane.collective("all_gather", out.nbytes):
-            if self.link.doubling_s(self.size, out.nbytes) <= ring_s:
+            if self.size <= _FEW:
+                self._direct([flat] * self.size, out)
+            elif self.link.doubling_s(self.size, out.nbytes) <= ring_s:
                 out.view(torch.uint8).zero_()  # adding bytes to zeros keeps them, whatever they mean
                 out[self.position * flat.numel() :][: flat.numel()].copy_(flat)
                 self._double(out.view(torch.uint8))
@@ -97,6 +100,13 @@ class Ring:
                 self._lane.post(self._right, data[self._chunk(bounds, self.position)])
                 self._lane.receive_head(self._left)
                 self._gather(out, bounds)
+
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Send row j of `flat` to the member at position j; row j of `out` is what that one sent."""
+        self._check_shares("all_to_all", flat, out[: out.numel() // self.size])
+        if flat.numel():
+            with self._lane.collective("all_to_all", out.nbytes):
+                self._direct(list(flat.view(self.size, -1)), out)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Replace `flat` by that of the member whose rank is `root`."""
@@ -218,9 +228,24 @@ class Ring:
         self._lane.receive_head(position)
         self._lane.receive(position, data)
 
+    def _direct(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """A row to everyone, at once; each member begins with the next one, so that nobody is overrun."""
+        theirs = list(out.view(self.size, -1))
+        theirs[self.position].copy_(rows[self.position])
+        for distance in range(1, self.size):
+            self._send((self.position + distance) % self.size, _bytes(rows[(self.position + distance) % self.size]))
+        for distance in range(1, self.size):
+            self._receive(
+                (self.position - distance) % self.size, _bytes(theirs[(self.position - distance) % self.size])
+            )
+
     # ---- measuring
 
-    def _measure(self) -> Link:
+    def measure(self) -> None:
+        """Measure the link again, since it may have changed."""
+        self.link = self._measured()
+
+    def _measured(self) -> Link:
         """The longest latency and the smallest bandwidth that any member sees; takes a fraction of a second."""
         word, times = torch.zeros(1), []
         for _ in range(8):

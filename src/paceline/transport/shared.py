@@ -37,6 +37,8 @@ _ALIGN = 64
 class Shared:
     """Collectives over one lane. Tensors are flat, contiguous and on the CPU."""
 
+    link = None
+
     def __init__(
         self, links: Links, ranks: tuple[int, ...], pids: list[int], name: str, *, limit_s: float, status: Status
     ) -> None:
@@ -143,6 +145,25 @@ class Shared:
 
         self._rounds(flat.numel(), flat.dtype, lambda at, slot: slot.copy_(flat[at]), read)
         self.sent_bytes += flat.nbytes * (self.size - 1)
+
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Row j of `out` gets my row of member j's `flat`."""
+        rows, theirs = flat.view(self.size, -1), out.view(self.size, -1)
+        for row in range(self.size):
+
+            def write(at: slice, slot: torch.Tensor, row: int = row) -> None:
+                slot.copy_(rows[row][at])
+
+            def read(i: int, at: slice, slots: Sequence[torch.Tensor], row: int = row) -> None:
+                if row == self._me:
+                    for into, slot in zip(theirs, slots):
+                        into[at].copy_(slot)
+
+            self._rounds(rows.shape[1], flat.dtype, write, read)
+        self.sent_bytes += flat.nbytes - rows[0].nbytes
+
+    def measure(self) -> None:
+        """There is no link to measure."""
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """`out` gets my row of the sum of everyone's `flat`, which holds one row per member."""

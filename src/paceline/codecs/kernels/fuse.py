@@ -1,7 +1,7 @@
 """Compiles a kernel with numba, when it is first called, and keeps the machine code beside its file.
 
 What is kept is known by the date of the kernel's own file. So a kernel calls no kernel of another file; the one
-exception is `random.draw`, and after a change to it packing.py must be touched.
+exception is `random.draw`, and after a change to it packing.py and shared_scale.py must be touched.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+from numba import extending
+
+from paceline.codecs.kernels.random import draw
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+_register: Any = extending.register_jitable
+_register(draw)
 
 
 def fuse(kernel: _Kernel) -> _Kernel:

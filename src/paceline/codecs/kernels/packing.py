@@ -9,13 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import extending
 
 from paceline.codecs.kernels.fuse import fuse
 from paceline.codecs.kernels.random import draw
-
-_register: Any = extending.register_jitable
-_register(draw)  # `fuse` says what a change to `draw` asks for
 
 # Kernels take a range that begins at a block, then `x, residual, kept`: with `kept` False the residual is not read.
 # Slices are taken before the inner loops, whose indices then cannot be negative: without that no loop becomes one of

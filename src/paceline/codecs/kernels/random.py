@@ -2,8 +2,7 @@
 
     keys      (seed, step) → two words that name a stream
     draws     the numbers of the first elements of a stream, in torch
-    draw      one of them, for kernels: numba compiles it into those that call it, once
-              `numba.extending.register_jitable(draw)` was said (or call `numba.njit(draw)` there)
+    draw      one of them, for kernels: fuse.py has numba compile it into those that call it
 
 Both forms give the same multiples of 2**-24 in [0, 1). A number is a keyed integer hash of its index: the index meets
 one key, is multiplied and folded, meets the other key, and is multiplied and folded again. (With a single key, streams

@@ -4,8 +4,11 @@ A tensor is cut into blocks, and each block with something to say becomes one re
 
     scale (float32, only for int8 values) · positions in the block, bit by bit, filled up to a byte · values
 
-Kernels work on ranges that begin at a block, so that several threads run side by side. A payload is never trusted:
-`read_records` first runs without writing. The torch forms are in codecs/records.py.
+Values of 2 bits have two magnitudes (bf16) in the place of the scale, the lower one first. Of the bits of a value the
+first says which, the second that it is negative; four are in a byte.
+
+Kernels work on ranges that begin at a block, so that several threads run side by side. reading.py has the kernel that
+reads records, and codecs/records.py the torch forms.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from paceline.codecs.kernels.fuse import fuse
 Array = np.ndarray[Any, Any]
 
 _MAGNITUDE = 0x7FFFFFFF  # all bits of a float but its sign: as integers they are ordered as the magnitudes are
-_LARGEST = np.float32(3.4028234663852886e38)
 _LARGEST_FP16 = np.float32(65504.0)
 _LARGEST_BF16 = np.float32(3.3895313892515355e38)
 _SMALLEST_SCALED = np.float32(2.0**-100)
@@ -42,6 +44,19 @@ def _sum(x: Array, residual: Array, base: int, n: int, whole: Array) -> None:
 
 
 @fuse
+def _sum_momenta(
+    x: Array, residual: Array, factor: float, momentum: float, base: int, n: int, momenta: Array, whole: Array
+) -> None:
+    """The same where a second row of the residual has momenta: these become momentum · momenta + factor · x, and are
+    what is added to the first row."""
+    part, unsaid = x[base : base + n], residual[base : base + n]
+    before = residual[x.size + base : x.size + base + n]
+    for i in range(n):
+        momenta[i] = momentum * before[i] + factor * part[i]
+        whole[i] = unsaid[i] + momenta[i]
+
+
+@fuse
 def _magnitudes(bits: Array, n: int, magnitudes: Array) -> None:
     for i in range(n):
         magnitudes[i] = bits[i] & _MAGNITUDE
@@ -55,19 +70,29 @@ def _raise_maxima(magnitudes: Array, first: int, n: int, maxima: Array) -> None:
 
 
 @fuse
-def largest(start: int, stop: int, x: Array, residual: Array) -> int:
-    """The largest magnitude of x + residual, as the bits of a float; infinities and nan are larger than all others."""
-    lanes = 1024
-    whole = np.empty(lanes, np.float32)
-    bits = whole.view(np.int32)
-    magnitudes = np.empty(lanes, np.int32)
-    maxima = np.zeros(lanes, np.int32)
+def largest(start: int, stop: int, x: Array, residual: Array, factor: float, momentum: float) -> int:
+    """The largest magnitude of x + residual, as the bits of a float; infinities and nan are larger than all others.
+
+    The factor and the momentum are for a residual of two rows.
+    """
+    lanes = 4096
+    most = np.int32(0)
     for base in range(start, stop, lanes):
         n = min(lanes, stop - base)
-        _sum(x, residual, base, n, whole)
-        _magnitudes(bits, n, magnitudes)
-        _raise_maxima(magnitudes, 0, n, maxima)
-    return int(maxima.max())
+        part, unsaid = x[base : base + n], residual[base : base + n]
+        if residual.size > x.size:
+            before = residual[x.size + base : x.size + base + n]
+            for i in range(n):
+                p = unsaid[i] + (momentum * before[i] + factor * part[i])
+                most = max(most, np.int32(np.float32(p).view(np.int32) & np.int32(_MAGNITUDE)))
+        elif residual.size:
+            for i in range(n):
+                p = part[i] + unsaid[i]
+                most = max(most, np.int32(np.float32(p).view(np.int32) & np.int32(_MAGNITUDE)))
+        else:
+            for i in range(n):
+                most = max(most, np.int32(np.float32(part[i]).view(np.int32) & np.int32(_MAGNITUDE)))
+    return int(most)
 
 
 @fuse
@@ -133,6 +158,29 @@ def _top(magnitudes: Array, n: int, k: int, maxima: Array, kept: Array, candidat
 
 
 @fuse
+def _mean(whole: Array, kept: Array, k: int, cut: Any, above: bool) -> float:
+    """Of the magnitudes that reach the cut, or of those that do not; 0 where there are none.
+
+    Halves are added to halves, in float64, so that torch can add in the same order.
+    """
+    width = 1
+    while width < k:
+        width *= 2
+    terms = np.zeros(width, np.float64)
+    count = 0
+    for j in range(k):
+        magnitude = abs(whole[kept[j]])
+        if (magnitude >= cut) == above:
+            terms[j] = magnitude
+            count += 1
+    while width > 1:
+        width //= 2
+        for j in range(width):
+            terms[j] += terms[j + width]
+    return float(terms[0] / max(count, 1))
+
+
+@fuse
 def _width(n: int) -> int:
     """How many bits tell n positions apart."""
     width = 0
@@ -146,6 +194,16 @@ def _write_record(whole: Array, n: int, kept: Array, k: int, kind: int, out: Arr
     """Write one record at `out[at:]`, and to `said` what a reader will take each value for."""
     bits, said_bits = whole.view(np.int32), said.view(np.uint32)
     scale = _ONE
+    if kind == 4:
+        middle = np.float32(_mean(whole, kept, k, np.float32(0.0), True))
+        said[0] = np.float32(_mean(whole, kept, k, middle, False))
+        lower = int(said_bits[0]) >> 16  # cut off: no more than was meant
+        said[0] = np.float32(_mean(whole, kept, k, middle, True))
+        upper = int(said_bits[0]) >> 16
+        for word in (lower, upper):
+            out[at] = word & 255
+            out[at + 1] = word >> 8
+            at += 2
     if kind == 3:
         most = _SMALLEST_SCALED
         for j in range(k):
@@ -170,6 +228,14 @@ def _write_record(whole: Array, n: int, kept: Array, k: int, kind: int, out: Arr
     if held:
         out[at] = packed & 255
         at += 1
+    if kind == 4:
+        for j in range(k):
+            negative, is_upper = int(bits[kept[j]] < 0), int(abs(whole[kept[j]]) >= middle)
+            said_bits[j] = (upper if is_upper else lower) << 16 | negative << 31
+            if j & 3 == 0:
+                out[at + (j >> 2)] = 0
+            out[at + (j >> 2)] |= (is_upper | negative << 1) << (2 * (j & 3))
+        return
     for j in range(k):
         value = whole[kept[j]]
         word = int(bits[kept[j]]) & 0xFFFFFFFF
@@ -235,15 +301,21 @@ def encode_top(
     stop: int,
     x: Array,
     residual: Array,
+    factor: float,
+    momentum: float,
     out: Array,
     block: int,
     counts: Array,
     offsets: Array,
     kind: int,
 ) -> None:
-    """Write the records of the `counts[b]` largest magnitudes of each block b."""
+    """Write the records of the `counts[b]` largest magnitudes of each block b.
+
+    Where the residual has a second row, of momenta, these are zero where an element is sent.
+    """
     whole = np.empty(block, np.float32)
     bits = whole.view(np.int32)
+    momenta = np.empty(block, np.float32)
     magnitudes = np.empty(block, np.int32)
     maxima = np.empty(block, np.int32)
     candidates = np.empty(block, np.int32)
@@ -253,11 +325,20 @@ def encode_top(
         n = min(block, stop - base)
         b = base // block
         k = counts[b]
-        _sum(x, residual, base, n, whole)
+        if residual.size > x.size:
+            _sum_momenta(x, residual, factor, momentum, base, n, momenta, whole)
+        else:
+            _sum(x, residual, base, n, whole)
         _magnitudes(bits, n, magnitudes)
         _top(magnitudes, n, k, maxima, kept, candidates)
         _write_record(whole, n, kept, k, kind, out, offsets[b], said)
         _leave(whole, base, n, kept, k, said, residual)
+        if residual.size > x.size:
+            for j in range(k):
+                momenta[kept[j]] = 0.0
+            row = residual[x.size + base : x.size + base + n]
+            for i in range(n):
+                row[i] = momenta[i]
 
 
 @fuse
@@ -320,77 +401,3 @@ def encode_above(
                 count += magnitudes[i] >= limit
             _write_record(whole, n, kept, k, kind, out, offsets[b], said)
         _leave(whole, base, n, kept, k, said, residual)
-
-
-@fuse
-def read_records(
-    start: int,
-    stop: int,
-    payload: Array,
-    out: Array,
-    block: int,
-    counts: Array,
-    offsets: Array,
-    kind: int,
-    weight: float,
-    write: bool,
-) -> bool:
-    """Whether the records are sensible; where `write`, which wants that known, adds what they say to `out`."""
-    kept = np.empty(block, np.int32)
-    values = np.empty(block, np.float32)
-    bits = values.view(np.uint32)
-    for base in range(start, stop, block):
-        n = min(block, stop - base)
-        b = base // block
-        k = counts[b]
-        if k == 0:
-            continue
-        at = offsets[b]
-        scale = _ONE
-        if kind == 3:
-            bits[0] = _word(payload, at, 4)
-            scale = values[0]
-            at += 4
-        width = _width(n)
-        packed, held, last = 0, 0, -1
-        for j in range(k):
-            while held < width:
-                packed |= int(payload[at]) << held
-                held += 8
-                at += 1
-            position = packed & ((1 << width) - 1)
-            packed >>= width
-            held -= width
-            if position <= last or position >= n:
-                return False
-            kept[j] = position
-            last = position
-        part = out[base : base + n]
-        for j in range(k):
-            if kind == 0:
-                bits[j] = _word(payload, at, 4)
-                at += 4
-            elif kind == 1:
-                bits[j] = _word(payload, at, 2) << 16
-                at += 2
-            elif kind == 2:
-                values[j] = _from_fp16(_word(payload, at, 2))
-                at += 2
-            else:
-                code = int(payload[at])
-                values[j] = np.float32(code - 256 if code > 127 else code) * scale
-                at += 1
-        for j in range(k):
-            if write:
-                part[kept[j]] += values[j] * weight
-            elif not abs(values[j]) <= _LARGEST:
-                return False
-    return True
-
-
-@fuse
-def _word(payload: Array, at: int, size: int) -> int:
-    word = 0
-    for i in range(size):
-        word |= int(payload[at + i]) << (8 * i)
-    return word

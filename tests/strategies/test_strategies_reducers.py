@@ -13,7 +13,10 @@ from paceline.codecs import PayloadError, make_codec
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.strategies import AllReduce, World, make_strategy
-from paceline.strategies.reducer import Coder, Piece, Reducer
+from paceline.strategies.reducers import Coder, Method, Piece, Reducer
+from paceline.strategies.reducers.coder import Bucket
+from paceline.strategies.reducers.frame import Frame
+from paceline.strategies.reducers.two_way import cut
 from paceline.testing.cluster import Cluster
 from paceline.testing.together import together
 from paceline.transport.group import Group
@@ -27,8 +30,15 @@ HOSTS = {
 CODECS = [
     "cast(bf16)", "cast(fp16)", "cast(fp8)", "sign", "ternary", "quantize(8)", "quantize(4)", "quantize(2)",
     "quantize(8, stochastic=True)", "threshold(0.01)", "threshold(density=0.05)", "nonzero", "topk(0.05)",
-    "sampled_topk(0.05)",
+    "sampled_topk(0.05)", "quantize(8, shared=True)", "dgc(0.05, momentum=0.5, ramp=3)", "lowrank(1)", "auto",
 ]  # fmt: skip
+WAYS = [
+    *({"codec": codec} for codec in CODECS),
+    {"codec": "sign", "back": "sign"},
+    {"codec": "topk(0.05)", "back": "quantize(8)"},
+    {"codec": "quantize(4)", "back": "threshold(density=0.05)"},
+    {"codec": "threshold(density=0.05)", "back": "quantize(2)"},
+]
 
 
 class Small(nn.Module):
@@ -62,11 +72,11 @@ def train(group: Group, steps: int, **options: object) -> tuple[nn.Module, AllRe
     return model, strategy, history
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: ", back=".join(way.values()))
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_all_members_end_with_the_same_bits(codec: str, hosts: list[str]) -> None:
+def test_all_members_end_with_the_same_bits(way: dict[str, str], hosts: list[str]) -> None:
     def body(group: Group) -> list[torch.Tensor]:
-        model, _, _ = train(group, 4, codec=codec)
+        model, _, _ = train(group, 4, **way)
         return list(model.state_dict().values())
 
     first, *others = together(len(hosts), body, hosts=hosts)
@@ -75,23 +85,35 @@ def test_all_members_end_with_the_same_bits(codec: str, hosts: list[str]) -> Non
     assert all(torch.isfinite(t).all() for t in first)
 
 
-def test_a_lossless_codec_gives_what_none_gives() -> None:
+@pytest.mark.parametrize("back", [None, "nonzero"])
+def test_a_lossless_codec_gives_what_none_gives(back: str | None) -> None:
     def body(group: Group) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        return train(group, 3, codec="nonzero")[2], train(group, 3)[2]
+        return train(group, 3, codec="nonzero", back=back)[2], train(group, 3)[2]
 
-    for coded, plain in together(2, body, hosts=["a", "b"]):
+    for coded, plain in together(3, body, hosts=["a", "b", "c"]):
         for one, other in zip(coded, plain):
             assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(one, other))
 
 
-@pytest.mark.parametrize("codec", ["topk(0.02)", "sign", "quantize(2)"])
-def test_what_is_unsaid_is_said_later(codec: str) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"codec": "topk(0.02)"},
+        {"codec": "sign"},
+        {"codec": "quantize(2)"},
+        {"codec": "quantize(8, shared=True)"},
+        {"codec": "lowrank(2)"},
+        {"codec": "sign", "back": "topk(0.1)"},
+    ],
+    ids=str,
+)
+def test_what_is_unsaid_is_said_later(way: dict[str, str]) -> None:
     """Members that stand still: all that was given out plus all that is left is all that there was."""
 
     def body(group: Group) -> float:
         torch.manual_seed(1)
         model = nn.Linear(100, 40, bias=False)
-        strategy = AllReduce(codec=codec)
+        strategy = AllReduce(**way)
         strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
         x = torch.randn(4, 100, generator=torch.Generator().manual_seed(group.rank))
         given = torch.zeros(40, 100)
@@ -102,6 +124,7 @@ def test_what_is_unsaid_is_said_later(codec: str) -> None:
             given += model.weight.grad
         (engine,) = strategy._engines.values()
         assert engine.coder is not None
+        engine.coder.fold(Bucket.of(torch.float32, 4000, [Piece("weight", slice(0, 4000), 0)]), ())
         left = group.all_reduce(engine.coder.residuals["weight"].clone()).view(40, 100)
         there = 30 * group.all_reduce(x.sum(0).expand(40, 100).clone()) / 2
         return float((given + left - there).abs().max() / there.abs().max())
@@ -109,13 +132,24 @@ def test_what_is_unsaid_is_said_later(codec: str) -> None:
     assert max(together(2, body, hosts=["a", "b"])) < 1e-5
 
 
-@pytest.mark.parametrize("codec", ["topk(0.05)", "cast(bf16)", "threshold(density=0.05)"])
-def test_a_spoilt_pass_gives_back_what_was_said(codec: str) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"codec": "topk(0.05)"},
+        {"codec": "cast(bf16)"},
+        {"codec": "threshold(density=0.05)"},
+        {"codec": "quantize(8, shared=True)"},
+        {"codec": "lowrank(2)"},
+        {"codec": "sign", "back": "quantize(8)"},
+    ],
+    ids=str,
+)
+def test_a_spoilt_pass_gives_back_what_was_said(way: dict[str, str]) -> None:
     """As a GradScaler needs it, which skips the step on everyone and goes on."""
 
     def body(group: Group) -> torch.Tensor:
         model = nn.Linear(100, 40)
-        strategy = AllReduce(codec=codec)
+        strategy = AllReduce(**way)
         strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
         (engine,) = strategy._engines.values()
         assert engine.coder is not None
@@ -157,25 +191,22 @@ def test_buffers_may_hold_infinities() -> None:
 
 def test_residuals_follow_the_learning_rate() -> None:
     def body(group: Group) -> float:
-        coder = Coder(make_codec("topk(0.01)"), feedback=None, warmup=0, seed=0, group=group)
+        codec, coder = make_codec("topk(0.01)"), Coder(Method.of("topk(0.01)"))
         piece, out = Piece("w", slice(0, 4096), 7), torch.empty(40000, dtype=torch.uint8)
         coder.begin({7: 0.1})
-        coder.encode(piece, torch.ones(4096), out, 2, 0)
+        coder.encode(codec, piece, torch.ones(4096), out, (0, 2))
         coder.begin({7: 0.05})
-        coder.encode(piece, torch.zeros(4096), out, 2, 0)
+        coder.encode(codec, piece, torch.zeros(4096), out, (0, 2))
         return float(coder.residuals["w"][-1])
 
     assert together(2, body) == [2.0, 2.0]
 
 
 def test_unbiased_codecs_keep_no_residual_unless_told() -> None:
-    def body(group: Group) -> list[bool]:
-        words = ["quantize(8, stochastic=True)", "quantize(8)"]
-        coders = [Coder(make_codec(w), feedback=None, warmup=0, seed=0, group=group) for w in words]
-        told = Coder(make_codec(words[1]), feedback=False, warmup=0, seed=0, group=group)
-        return [c.feedback for c in (*coders, told)]
-
-    assert together(2, body)[0] == [False, True, False]
+    unbiased, biased = Method.of("quantize(8, stochastic=True)"), Method.of("quantize(8)")
+    assert [unbiased.feeds(None), biased.feeds(None), unbiased.feeds(True), biased.feeds(False)] == [0, 1, 1, 0]
+    assert Method.of("lowrank").feeds(None)
+    assert not Method.of("none").feeds(True)
 
 
 def test_warmup_exchanges_gradients_as_they_are() -> None:
@@ -199,19 +230,44 @@ def test_members_with_other_codecs_are_told_so() -> None:
 def test_the_words_of_the_command_line() -> None:
     strategy = make_strategy("allreduce(bucket_mb=8)", "topk(0.02)")
     assert isinstance(strategy, AllReduce)
-    assert strategy.codec is not None
-    assert strategy.codec.words.startswith("topk(density=0.02")
-    assert make_strategy("allreduce(codec='sign')", "none").codec is None  # type: ignore[attr-defined]
+    assert strategy.method.words.startswith("topk(density=0.02")
+    assert make_strategy("allreduce(codec='sign')", "none").method.codec is None  # type: ignore[attr-defined]
+    both = make_strategy("allreduce(codec='sign', back='quantize(8)')")
+    assert both.method.words == "sign(block=1024), back=quantize(bits=8, block=256)"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="unknown codec 'topc': did you mean 'topk'"):
         make_strategy("allreduce", "topc(0.1)")
     with pytest.raises(ConfigError, match="warmup=-1"):
         AllReduce(codec="sign", warmup=-1)
+    for codec in "none", "auto", "lowrank", "dgc":
+        with pytest.raises(ConfigError, match="nothing is encoded on the way back"):
+            AllReduce(codec=codec, back="sign")
+    with pytest.raises(ConfigError, match="did you mean 'high'"):
+        AllReduce(codec="auto(fidelity=hihg)")
+    with pytest.raises(ConfigError, match="rank=0"):
+        AllReduce(codec="lowrank(0)")
+
+
+@pytest.mark.parametrize("momentum", [{"momentum": 0.9}, {}])
+def test_dgc_keeps_the_momentum_itself(momentum: dict[str, float]) -> None:
+    def body(group: Group) -> None:
+        model = nn.Linear(100, 40)
+        make = torch.optim.SGD if momentum else torch.optim.Adam
+        strategy = AllReduce(codec="dgc(0.01)")
+        strategy.attach(model, make(model.parameters(), lr=0.1, **momentum), World(group))
+
+    with pytest.raises(ConfigError, match="dgc keeps the momentum itself"):
+        together(2, body)
 
 
 class Loop:
     """A collective of one member that gives back what the test puts in its place."""
 
-    size, position = 2, 0
+    size, position, link = 2, 0, None
+
+    def measure(self) -> None: ...
+
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        raise AssertionError("not with this codec")
 
     def __init__(self, change: object) -> None:
         self._change = change
@@ -231,7 +287,7 @@ def test_an_altered_message_is_refused(place: int) -> None:
         return message
 
     def body(group: Group) -> None:
-        coder = Coder(make_codec("topk(0.05)"), feedback=None, warmup=0, seed=0, group=group)
+        coder = Coder(Method.of("topk(0.05)"))
         reducer = Reducer(coder)
         flat = torch.randn(2000)
         reducer.add(0, flat.dtype, 2000, [Piece("w", slice(0, 1500), 1)])
@@ -245,7 +301,8 @@ def test_an_altered_message_is_refused(place: int) -> None:
 SCRIPT = """
 import hashlib, os, signal, sys, torch, paceline
 kill = int(sys.argv[1])
-run = paceline.join(codec=sys.argv[2], checkpoint_every_s=0.01)
+strategy = paceline.AllReduce(codec=sys.argv[2], back=(sys.argv[3:] or [None])[0])
+run = paceline.join(strategy=strategy, checkpoint_every_s=0.01)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 40))
 optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
@@ -277,12 +334,12 @@ def test_the_summary_tells_bytes_times_and_what_is_unsaid(tmp_path: Path) -> Non
     assert "topk(density=0.02" in (tmp_path / "told" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("codec", ["topk(0.02)", "quantize(4, stochastic=True)"])
-def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize("way", [["topk(0.02)"], ["quantize(4, stochastic=True)", "sign"], ["lowrank(2)"]])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, way: list[str]) -> None:
     ends = []
     for name, kills in ("whole", [-1]), ("broken", [13, -1]):
         for kill in kills:
-            done = Cluster(2).run(SCRIPT, [str(kill), codec], settings=Settings(root=str(tmp_path), name=name))
+            done = Cluster(2).run(SCRIPT, [str(kill), *way], settings=Settings(root=str(tmp_path), name=name))
         ends.append([line for member in done for line in member.output.splitlines() if "ENDS" in line])
     assert len(ends[0]) == 2
     assert ends[0] == ends[1]
@@ -290,9 +347,61 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, codec
 
 def test_members_that_are_gone_hand_on_what_they_left_unsaid() -> None:
     def body(group: Group) -> float:
-        coder = Coder(make_codec("sign"), feedback=None, warmup=0, seed=0, group=group)
+        coder = Coder(Method.of("sign"))
         states = [{"residuals": {"w": torch.full((3,), float(i))}, "rates": {}} for i in (1, 2)]
         coder.load(states)
         return float(coder.residuals["w"].sum())
 
     assert together(1, body) == [9.0]
+
+
+def test_sums_that_a_member_makes_no_more_leave_nothing_unsaid() -> None:
+    coder = Coder(Method.of("sign", back="sign"))
+    bucket = Bucket.of(torch.float32, 4096, [Piece("w", slice(0, 4096), 0)])
+    coder.load([{"residuals": {}, "rates": {}, "returns": {"w@2048": torch.ones(2048), "w@0": torch.ones(100)}}])
+    coder.fold(bucket, [bucket.pieces[0].part(2048, 4096)])
+    assert list(coder.returns) == ["w@2048"]
+    assert coder.residuals["w"].nonzero().view(-1).tolist() == list(range(100))
+
+
+def test_a_matrix_of_low_rank_comes_out_as_it_went_in() -> None:
+    """Each member has one sample, so two members' gradients have rank two at most."""
+
+    def body(group: Group) -> list[float]:
+        off = []
+        for rank in 1, 2:
+            models = [nn.Linear(60, 50) for _ in range(2)]
+            models[1].load_state_dict(models[0].state_dict())
+            for model, codec in zip(models, (None, f"lowrank({rank})")):
+                AllReduce(codec=codec).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+                x = torch.randn(1, 60, generator=torch.Generator().manual_seed(group.rank))
+                model(x).square().sum().backward()
+                model.zero_grad()
+                model(x).square().sum().backward()
+            plain, thin = (m.weight.grad for m in models)
+            assert plain is not None
+            assert thin is not None
+            off.append(float((plain - thin).norm() / plain.norm()))
+        return off
+
+    for one, two in together(2, body, hosts=["a", "b"]):
+        assert one > 0.1
+        assert two < 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("numels", [[5000], [3000, 10, 70_000, 1100], [100], [200_000, 1]])
+def test_parts_cover_the_bucket_and_are_about_equal(size: int, numels: list[int]) -> None:
+    pieces, at = [], 0
+    for i, numel in enumerate(numels):
+        pieces.append(Piece(str(i), slice(at, at + numel), i))
+        at += numel + 6
+    bucket = Bucket.of(torch.float32, at, pieces)
+    codec = make_codec("sign")
+    parts = cut(bucket, codec, size)
+    assert [p.start for p in parts] == [0, *(p.stop for p in parts[:-1])]
+    assert parts[-1].stop == at
+    frames = [Frame(codec, bucket, part) for part in parts]
+    assert sum(p.numel for f in frames for p in f.coded) == sum(p.numel for p in bucket.pieces)
+    if at > 50_000:
+        assert max(f.nbytes for f in frames) < 1.5 * Frame(codec, bucket, slice(0, at)).nbytes / size + 1000

@@ -1,0 +1,252 @@
+"""The choice of a codec: predicted from what was measured, then tried.
+
+    passes 1 to 3    travel as they are; the last one's gradients are kept for the rehearsal
+    rehearsal        every candidate encodes and decodes them, as it would among so many members, without sending; its
+                     bytes over the measured link are its time on the wire
+    prediction       step = (step so far − what it waited for the exchange) + what the exchange takes longer than the
+                     backward pass can hide
+    trial            the three that are predicted to be fastest run a few steps each; the fastest stays
+
+All numbers that decide are agreed on by the members (the slowest counts), so all decide alike. Every hundred passes
+they compare what the wire takes with what it took: where it is another half as much, or a third less, the link is
+measured again and the choice made anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from paceline.strategies.reducers.coder import Bucket, Coder
+from paceline.strategies.reducers.method import Auto, Method
+from paceline.transport.arena import Collective
+from paceline.transport.link import Link
+
+_PLAIN = 3  # passes
+_TRIAL = 6  # passes, of which the first is not counted
+_TRIED = 3
+_AGAIN = 100  # passes between two looks at the wire
+_REHEARSED_BYTES = 32 << 20
+_CLOSE = 1.03  # candidates stand in the order of fidelity: a later one must be so much faster
+
+_EXACT = (Method(), Method.of("nonzero"))
+_HIGH = (Method.of("cast(bf16)"), Method.of("quantize(8)"), Method.of("quantize(8)", back="quantize(8)"))
+_LOW = (
+    Method.of("quantize(4)", back="quantize(4)"),
+    Method.of("sign"),
+    Method.of("sign", back="sign"),
+    Method.of("topk(0.01, values=int8)"),
+    Method.of("topk(0.01, values=int8)", back="topk(0.02, values=int8)"),
+    Method.of("lowrank(2)"),
+)
+CANDIDATES = {"exact": _EXACT, "high": (*_EXACT, *_HIGH), "low": (*_EXACT, *_HIGH, *_LOW)}
+
+
+class Way(Protocol):
+    def reduce(self, flat: torch.Tensor, collective: Collective) -> None: ...
+
+
+MakeWay = Callable[[Method, Coder, Bucket, tuple[int, int]], Way]
+
+
+class Rehearsal:
+    """Members that all say what this one says; counts how long a link would take for it.
+
+    Where each member sums a part, one stands for all: it sums the whole, and sends as much as one would of n.
+    """
+
+    def __init__(self, collective: Collective, link: Link, *, parts: bool) -> None:
+        self.size = 1 if parts else collective.size
+        self.position = 0 if parts else collective.position
+        self.link = link
+        self.wire_s = 0.0
+        self._size = collective.size
+
+    def all_reduce(self, flat: torch.Tensor) -> None:
+        self.wire_s += self.link.all_reduce_s(self._size, flat.nbytes)
+
+    def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(self.size, -1)[:] = flat
+        self.wire_s += self.link.direct_s(self._size, flat.nbytes * self.size / self._size)
+
+    def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(flat)
+        self.wire_s += self.link.direct_s(self._size, flat.nbytes / self._size)
+
+    def measure(self) -> None: ...
+
+
+@dataclass
+class Times:
+    """Of some passes on this member: from begin to begin, what was waited for, and what could have hidden it."""
+
+    step: list[float] = field(default_factory=list)
+    exposed: list[float] = field(default_factory=list)
+    hidden: list[float] = field(default_factory=list)
+
+
+class Chooser:
+    """Chooses for one coder. All members that reduce call `before` for the same buckets."""
+
+    def __init__(self, coder: Coder, make_way: MakeWay) -> None:
+        assert isinstance(coder.asked.codec, Auto)
+        self._coder = coder
+        self._make_way = make_way
+        self._candidates = CANDIDATES[coder.asked.codec.fidelity]
+        self._pass = 0  # of the coder's, the last one seen
+        self._seen = 0
+        self._times = Times()
+        self._kept: list[tuple[Bucket, torch.Tensor]] = []
+        self._trials: list[Method] = []  # still to be tried
+        self._tried: dict[int, float] = {}  # candidate -> seconds of a step
+        self._predicted: list[float] = []
+        self._wire_s = 0.0  # of a pass, when the choice was made
+        self._since = (0, 0.0)  # passes and seconds on the wire when the look at the wire began
+        self._until = 0  # the pass at which something is to be decided
+        self._begun = 0.0
+        self._why = ""
+
+    def before(self, flat: torch.Tensor, bucket: Bucket, buckets: Sequence[Bucket], collective: Collective) -> None:
+        """A bucket is about to be reduced; with the first one of a pass, there may be something to decide."""
+        coder = self._coder
+        if coder.passes != self._pass:
+            self._note_times()
+            self._pass = coder.passes
+            self._seen += 1
+            self._next(buckets, collective)
+            self._begun = time.perf_counter()
+        kept = sum(t.nbytes for _, t in self._kept)
+        if self._until == 0 and self._seen == _PLAIN and kept < _REHEARSED_BYTES and coder.chosen is None:
+            self._kept.append((bucket, flat.clone()))
+
+    # ---- what is decided when
+
+    def _next(self, buckets: Sequence[Bucket], collective: Collective) -> None:
+        coder, link = self._coder, collective.link
+        if link is None or not any(b.pieces for b in buckets):
+            if coder.chosen is None:
+                where = "all members share this host" if link is None else "no parameter is large enough"
+                self._settle(Method(), f"codec auto: none, since {where}")
+            return
+        if coder.chosen is None and self._seen > _PLAIN and not self._until:
+            self._predict(buckets, link, collective)
+        elif self._until and self._seen > self._until:
+            self._judge(collective)
+        elif coder.chosen is not None and self._seen % _AGAIN == 0:
+            self._look(collective)
+
+    def _predict(self, buckets: Sequence[Bucket], link: Link, collective: Collective) -> None:
+        """Rehearse all candidates and line up the best for trials."""
+        share = sum(b.numel for b in buckets) / sum(b.numel for b, _ in self._kept)
+        exchange = [share * self._rehearse(method, link, collective) for method in self._candidates]
+        times = self._times
+        wait_s, hidden_s = _middle(times.exposed), _middle(times.hidden)
+        own = [_middle(times.step) - wait_s + max(0.0, e - hidden_s) for e in exchange]
+        self._predicted = _slowest(own, collective)
+        order = sorted(range(len(own)), key=lambda i: self._predicted[i])
+        self._trials = [self._candidates[i] for i in order[:_TRIED]]
+        self._tried = {}
+        self._why = f"the link carries {link.bytes_per_s / 1e6:.3g} MB/s at {1e3 * link.latency_s:.2g} ms"
+        self._kept.clear()
+        self._try(self._trials.pop(0))
+
+    def _rehearse(self, method: Method, link: Link, collective: Collective) -> float:
+        """Seconds of one pass over what was kept."""
+        parts, best = method.back is not None, float("inf")
+        place = (0, 1) if parts else (collective.position, collective.size)
+        coder = self._coder.rehearsing()
+        ways = [(self._make_way(method, coder, bucket, place), flat) for bucket, flat in self._kept]
+        for _ in range(3):
+            stage, began = Rehearsal(collective, link, parts=parts), time.perf_counter()
+            coder.begin({})
+            for way, flat in ways:
+                way.reduce(flat.clone(), stage)
+            best = min(best, time.perf_counter() - began + stage.wire_s)
+        return best
+
+    def _try(self, method: Method) -> None:
+        self._coder.method = method
+        self._until = self._seen + _TRIAL
+        self._times = Times()
+        self._since = (self._seen, self._coder.cost.wire_s)
+
+    def _judge(self, collective: Collective) -> None:
+        """A trial has ended: note it, and go on to the next or choose."""
+        coder = self._coder
+        (taken,) = _slowest([_middle(self._times.step[1:])], collective)
+        wire_s = self._wire_per_pass(collective)
+        index = self._candidates.index(coder.method)
+        self._tried[index] = taken
+        if self._trials:
+            self._try(self._trials.pop(0))
+            return
+        best = min(self._tried, key=lambda i: (self._tried[i], i))
+        for i in sorted(self._tried):
+            if self._tried[i] <= _CLOSE * self._tried[best]:
+                best = i
+                break
+        method, predicted = self._candidates[best], self._predicted
+        others = ", ".join(
+            f"{1e3 * predicted[i]:.3g} with {self._candidates[i].words}" for i in sorted({0, *self._tried} - {best})
+        )
+        self._wire_s = wire_s if method is coder.method else 0.0
+        self._settle(
+            method,
+            f"codec auto: {method.words}, since {self._why}: a step predicted {1e3 * predicted[best]:.3g} ms, "
+            f"measured {1e3 * self._tried[best]:.3g}; predicted {others}",
+        )
+
+    def _settle(self, method: Method, line: str) -> None:
+        self._coder.method = self._coder.chosen = method
+        self._until = 0
+        self._since = (self._seen, self._coder.cost.wire_s)
+        self._times = Times()
+        self._coder.tell(line)
+
+    def _look(self, collective: Collective) -> None:
+        """Whether the wire takes about what it took."""
+        wire_s = self._wire_per_pass(collective)
+        self._since = (self._seen, self._coder.cost.wire_s)
+        self._times = Times()
+        if not self._wire_s:
+            self._wire_s = wire_s
+        elif not self._wire_s / 1.5 <= wire_s <= 1.5 * self._wire_s and max(wire_s, self._wire_s) > 1e-3:
+            self._coder.tell(
+                f"codec auto: the wire takes {1e3 * wire_s:.3g} ms a step instead of {1e3 * self._wire_s:.3g}: "
+                "measuring the link and choosing again"
+            )
+            collective.measure()
+            self._coder.method, self._coder.chosen = Method(), None
+            self._seen, self._wire_s = 0, 0.0
+
+    # ---- what was measured
+
+    def _wire_per_pass(self, collective: Collective) -> float:
+        """Of the member that waited least for others."""
+        passes, wire_s = self._since
+        own = (self._coder.cost.wire_s - wire_s) / max(1, self._seen - passes)
+        return -_slowest([-own], collective)[0]
+
+    def _note_times(self) -> None:
+        """Of the pass that has ended, and of the step up to now."""
+        coder, times = self._coder, self._times
+        if self._begun and coder.launched_at > self._begun:
+            times.step.append(time.perf_counter() - self._begun)
+            times.exposed.append(coder.waited_s)
+            times.hidden.append(coder.launched_at - self._begun)
+
+
+def _middle(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def _slowest(values: Sequence[float], collective: Collective) -> list[float]:
+    """The largest of everyone's, one by one."""
+    everyone = torch.empty(collective.size * len(values), dtype=torch.float64)
+    collective.all_gather(torch.tensor(values, dtype=torch.float64), everyone)
+    return everyone.view(collective.size, -1).amax(0).tolist()

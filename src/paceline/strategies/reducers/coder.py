@@ -1,0 +1,275 @@
+"""A codec at work on the gradients of one model: its settings, what earlier steps left unsaid, and what it took.
+
+Residuals are keyed by parameter name and stand in units of today's gradients: when the learning rate changes, they are
+scaled, so that what was left unsaid has the effect that it would have had then.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.codecs import Codec, Context
+from paceline.codecs.codec import largest_magnitude
+from paceline.core.errors import ConfigError
+from paceline.strategies.reducers.method import Auto, Method
+from paceline.transport.group import Group
+
+SMALL = 1024  # elements: fewer travel as they are
+_KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Cost:
+    """What the codec took and gave, since the run began."""
+
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    decode_s: float = 0.0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def add(self, encode_s: float, wire_s: float, decode_s: float, bytes_after: int) -> None:
+        self.encode_s += encode_s
+        self.wire_s += wire_s
+        self.decode_s += decode_s
+        self.bytes_after += bytes_after
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The gradient of one parameter in its bucket, or a part of it."""
+
+    name: str
+    at: slice  # of the bucket
+    parameter: int  # its id
+    rows: int = 1  # of the matrix that its memory holds
+    start: int = 0  # in the parameter
+    whole: int = 0  # elements of the parameter; 0: this is all of it
+
+    @property
+    def numel(self) -> int:
+        return int(self.at.stop - self.at.start)
+
+    @property
+    def of(self) -> int:
+        return self.whole or self.numel
+
+    def part(self, start: int, stop: int) -> Piece:
+        """What of it lies between two places of the bucket."""
+        at = slice(max(start, self.at.start), min(stop, self.at.stop))
+        return Piece(self.name, at, self.parameter, self.rows, self.start + at.start - self.at.start, self.of)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What lies in a bucket: the pieces that may be encoded, in order; all the rest travels as it is."""
+
+    dtype: torch.dtype
+    numel: int
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, numel: int, pieces: Sequence[Piece]) -> Bucket:
+        return cls(dtype, numel, tuple(p for p in pieces if p.numel >= SMALL) if dtype in _KINDS else ())
+
+    def finite(self, flat: torch.Tensor) -> bool:
+        """Whether all that may be encoded is. Asked first, so that no part of a bucket is said without the others;
+        buffers may hold what they like."""
+        return all(math.isfinite(largest_magnitude(flat[piece.at])) for piece in self.pieces)
+
+
+class Coder:
+    """How a strategy's gradients travel, with the residuals of one model by parameter name."""
+
+    def __init__(
+        self, method: Method, *, feedback: bool | None = None, warmup: int = 0, seed: int = 0,
+        tell: Callable[[str], object] = lambda line: None,
+    ) -> None:  # fmt: skip
+        self.asked = method
+        self.method = Method() if isinstance(method.codec, Auto) else method  # that gradients travel by now
+        self.chosen: Method | None = None  # where the choice was left to us
+        self.feedback = feedback
+        self.tell = tell
+        self.warmup = warmup
+        self.cost = Cost()
+        self.passes = 0  # backward passes so far
+        self.residuals: dict[str, torch.Tensor] = {}
+        self.returns: dict[str, torch.Tensor] = {}  # of sums that this member has encoded, by part of a parameter
+        self.warm: dict[str, torch.Tensor] = {}  # the same on all members: where a low-rank reducer goes on
+        self.spoilt = False  # some member's gradient of this pass is not finite
+        self.launched_at = 0.0  # when the last backward pass had ended here
+        self.waited_s = 0.0  # for the exchange, from then on
+        self._rates: dict[int, float] = {}  # learning rates of this pass, by id of the parameter
+        self._rate_of: dict[str, float] = {}  # at which a residual was left
+        self._unsay: list[Callable[[], object]] = []  # what makes this pass's payloads unsaid
+        self._seed = seed
+
+    def agree(self, group: Group) -> None:
+        """Make sure that all members encode alike."""
+        mine = f"{self.asked.words}, feedback={self.feedback}, warmup={self.warmup}"
+        told = [words.decode() for words in group.exchange(mine.encode())]
+        for rank, words in enumerate(told):
+            if words != told[0]:
+                raise ConfigError(f"member 0 encodes with {told[0]} and member {rank} with {words}: give all the same")
+
+    def rehearsing(self) -> Coder:
+        """One like this that has left nothing unsaid."""
+        return Coder(self.asked, feedback=self.feedback)
+
+    def begin(self, rates: dict[int, float]) -> None:
+        """A backward pass begins, with these learning rates."""
+        self.passes += 1
+        self._rates = rates
+        self._unsay.clear()
+        self.spoilt = False
+
+    def launched(self) -> None:
+        """The pass has ended here, and its last bucket is on its way."""
+        self.launched_at = time.perf_counter()
+
+    def end(self) -> None:
+        """All sums are here. What was said in a pass that does not count is unsaid again."""
+        self.waited_s = time.perf_counter() - self.launched_at
+        if self.spoilt:
+            for unsay in self._unsay:
+                unsay()
+        self._unsay.clear()
+
+    def later(self, unsay: Callable[[], object]) -> None:
+        """Have this called at the end of a pass that does not count."""
+        self._unsay.append(unsay)
+
+    # ---- state: what all members have alike, and this member's own
+
+    def common(self) -> dict[str, Any]:
+        codec, back = ("", "")
+        if self.chosen:
+            codec = self.chosen.codec.words if self.chosen.codec else "none"
+            back = self.chosen.back.words if self.chosen.back else ""
+        return {"passes": self.passes, "warm": self.warm, "codec": codec, "back": back}
+
+    def load_common(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+        self.warm = {name: q.clone() for name, q in state["warm"].items()}
+        if state["codec"]:
+            self.method = self.chosen = Method.of(state["codec"], state["back"])
+
+    def state(self) -> dict[str, Any]:
+        return {"residuals": self.residuals, "returns": self.returns, "rates": self._rate_of}
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over what one or several members left unsaid."""
+        self.residuals.clear()
+        self.returns.clear()
+        for state in states:
+            for name, residual in state["residuals"].items():
+                if name in self.residuals:
+                    self.residuals[name] += residual
+                else:
+                    self.residuals[name] = residual.clone()
+            self._rate_of |= state["rates"]
+            self.returns |= {key: value.clone() for key, value in state.get("returns", {}).items()}
+
+    # ---- what is unsaid
+
+    def takes_feedback(self, codec: Codec) -> bool:
+        return Method(codec).feeds(self.feedback)
+
+    def residual(self, piece: Piece, rows: int = 1, device: torch.device | None = None) -> torch.Tensor:
+        """Of a piece, in units of today's gradients: at half the rate, what was left at the old rate weighs twice."""
+        residual = self.residuals.get(piece.name)
+        if residual is None or residual.numel() != rows * piece.of:
+            residual = torch.zeros(rows * piece.of, device=device)
+        elif device is not None and residual.device != device:
+            residual = residual.to(device)
+        self.residuals[piece.name] = residual
+        now, then = self._rates.get(piece.parameter, 0.0), self._rate_of.get(piece.name, 0.0)
+        if now > 0:
+            if then > 0 and now != then:
+                residual.mul_(then / now)
+                for key, part in self.returns.items():
+                    if key.rpartition("@")[0] == piece.name:
+                        part.mul_(then / now)
+            self._rate_of[piece.name] = now
+        return residual if rows > 1 else residual[piece.start : piece.start + piece.numel]
+
+    def flush(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Add to a bucket that travels as it is what was left unsaid before."""
+        for piece in bucket.pieces:
+            left = self.residuals.pop(piece.name, None)
+            if left is not None and left.numel() >= piece.of:
+                self.residuals[piece.name] = left
+                flat[piece.at] += self.residual(piece, left.numel() // piece.of)[: piece.numel].to(flat.dtype)
+                del self.residuals[piece.name]
+
+    def fold(self, bucket: Bucket, own: Sequence[Piece]) -> None:
+        """What was left of sums that this member makes no more goes to its residuals."""
+        keep = {_key(piece): piece.numel for piece in own}
+        pieces = {piece.name: piece for piece in bucket.pieces}
+        for key, left in list(self.returns.items()):
+            name, _, start = key.rpartition("@")
+            if name in pieces and keep.get(key) != left.numel():
+                del self.returns[key]
+                residual = self.residual(pieces[name])
+                residual[int(start) : int(start) + left.numel()] += left.to(residual.device)
+
+    # ---- one piece
+
+    def encode(
+        self, codec: Codec, piece: Piece, x: torch.Tensor, out: torch.Tensor, place: tuple[int, int],
+        agreed: torch.Tensor | None = None,
+    ) -> int:  # fmt: skip
+        """Encode a piece of this member's gradients; `place`: its position, and of how many."""
+        feeds = self.takes_feedback(codec)
+        residual = self.residual(piece, codec.rows, x.device) if feeds or codec.rows > 1 else None
+        n = codec.encode_into(x, residual, out, self._context(piece, place, "", agreed))
+        if residual is not None and feeds:
+            unsaid = residual[: piece.numel]
+            self.later(lambda: codec.decode_add(out[:n], unsaid))
+        return n
+
+    def encode_sum(self, codec: Codec, piece: Piece, x: torch.Tensor, out: torch.Tensor, place: tuple[int, int]) -> int:
+        """Encode a piece of what all have said, which this member has summed."""
+        residual = None
+        if self.takes_feedback(codec):
+            key = _key(piece)
+            residual = self.returns.get(key)
+            if residual is None or residual.numel() != piece.numel:
+                residual = torch.zeros(piece.numel)
+            self.returns[key] = residual = residual.to(x.device)
+        n = codec.encode_into(x, residual, out, self._context(piece, place, "back", None))
+        if residual is not None:
+            self.later(lambda: codec.decode_add(out[:n], residual))
+        return n
+
+    def _context(self, piece: Piece, place: tuple[int, int], way: str, agreed: torch.Tensor | None) -> Context:
+        position, size = place
+        mark = f"{self._seed}.{position}.{self.passes}.{piece.name}.{piece.start}{way}"
+        rate = self._rates.get(piece.parameter, 0.0)
+        return Context(step=self.passes, lr=rate, size=size, seed=zlib.crc32(mark.encode()), agreed=agreed)
+
+
+def _key(piece: Piece) -> str:
+    return f"{piece.name}@{piece.start}"
+
+
+class Watch:
+    """Takes the times of encoding, wire and decoding, one after another."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        took, self._last = now - self._last, now
+        return took
+
+
+__all__ = ["SMALL", "Bucket", "Coder", "Cost", "Piece", "Watch"]

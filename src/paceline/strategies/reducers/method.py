@@ -1,0 +1,97 @@
+"""How gradients are to travel, as a user says it: a codec, perhaps another one for the way back, or something else.
+
+>>> Method.of("sign").words
+'sign(block=1024)'
+>>> Method.of("quantize(4)", back="quantize(8)").words
+'quantize(bits=4, block=256), back=quantize(bits=8, block=256)'
+>>> Method.of("lowrank(4)").words
+'lowrank(rank=4)'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.codecs import CODECS, Codec, make_codec
+from paceline.core.errors import ConfigError, nearest
+from paceline.core.words import build
+
+FIDELITIES = ("exact", "high", "low")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Gradients of matrices as products of two thin ones (PowerSGD); see `low_rank`.
+
+    Args:
+        rank: columns of the thin matrices.
+    """
+
+    rank: int = 2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ConfigError(f"lowrank(rank={self.rank!r}): a whole number of at least 1 is needed")
+
+    @property
+    def words(self) -> str:
+        return f"lowrank(rank={self.rank})"
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Whatever is expected to be the fastest, measured in the first steps; see `auto`.
+
+    Args:
+        fidelity: exact: what gives the same sums; high: also what is within a hundredth of the largest gradient of a
+            block; low: anything that trains with error feedback.
+    """
+
+    fidelity: str = "low"
+
+    def __post_init__(self) -> None:
+        if self.fidelity not in FIDELITIES:
+            raise ConfigError(f"auto(fidelity={self.fidelity!r}): {nearest(str(self.fidelity), FIDELITIES)}")
+
+    @property
+    def words(self) -> str:
+        return f"auto(fidelity={self.fidelity})"
+
+
+OTHERS: dict[str, Callable[..., Any]] = {"auto": Auto, "lowrank": LowRank}
+KNOWN: Mapping[str, Callable[..., Any]] = {**CODECS, **OTHERS}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A codec, and the one in which sums are sent back; None: gradients as they are."""
+
+    codec: Codec | LowRank | Auto | None = None
+    back: Codec | None = None
+
+    @classmethod
+    def of(cls, codec: Codec | LowRank | Auto | str | None, back: Codec | str | None = None) -> Method:
+        """From objects or words; "none" and "" are None."""
+        chosen: Any = build(codec, KNOWN, "codec") if isinstance(codec, str) and codec not in ("", "none") else codec
+        method = cls(
+            chosen if chosen not in ("", "none") else None, None if back in (None, "", "none") else make_codec(back)
+        )
+        if method.back and (method.codec is None or isinstance(method.codec, LowRank | Auto) or method.codec.rows > 1):
+            name = method.codec.words if method.codec else "none"
+            raise ConfigError(f"back={method.back.words}: with codec={name} nothing is encoded on the way back")
+        return method
+
+    @property
+    def words(self) -> str:
+        if self.codec is None:
+            return "none"
+        return self.codec.words + (f", back={self.back.words}" if self.back else "")
+
+    def feeds(self, feedback: bool | None) -> bool:
+        """Whether what it leaves unsaid is kept; `feedback` None: where the codec is biased."""
+        if self.codec is None or isinstance(self.codec, Auto):
+            return False
+        biased = isinstance(self.codec, LowRank) or not self.codec.unbiased
+        return biased if feedback is None else feedback

@@ -1,0 +1,95 @@
+"""The buckets of one arena, by where they lie in it, and how they are summed.
+
+    none       as they are, around the ring
+    Total      codes that add: around the ring
+    Gather     other codes: everyone's message to everyone
+    TwoWay     codes there, sums encoded again on the way back
+    Product    matrices as products of thin ones, in two rounds
+
+Where a gradient is not finite, its member's message says so and everyone's gradients of that bucket become nan: a
+GradScaler skips the step on all members, and `check_finite` names the parameter. What was said in that pass counts for
+nothing then, so every member gives it back to its residuals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from paceline.strategies.reducers.auto import Chooser
+from paceline.strategies.reducers.coder import Bucket, Coder, Piece, Watch
+from paceline.strategies.reducers.gather import Gather
+from paceline.strategies.reducers.low_rank import Product
+from paceline.strategies.reducers.method import Auto, LowRank, Method
+from paceline.strategies.reducers.total import Total
+from paceline.strategies.reducers.two_way import TwoWay
+from paceline.transport.arena import Collective, Reduce
+
+
+class Way(Protocol):
+    """How one bucket becomes its sum over the members."""
+
+    def reduce(self, flat: torch.Tensor, collective: Collective) -> None: ...
+
+
+class Plain:
+    """A bucket that travels as it is."""
+
+    def __init__(self, coder: Coder) -> None:
+        self._coder = coder
+
+    def reduce(self, flat: torch.Tensor, collective: Collective) -> None:
+        watch, host = Watch(), flat.to("cpu")
+        collective.all_reduce(host)
+        if host is not flat:
+            flat.copy_(host)
+        self._coder.cost.add(0.0, watch.lap(), 0.0, flat.nbytes)
+
+
+def make_way(method: Method, coder: Coder, bucket: Bucket, place: tuple[int, int]) -> Way:
+    """`place`: this member's position among those that reduce, and how many they are."""
+    codec = method.codec
+    if codec is None or isinstance(codec, Auto) or not bucket.pieces:
+        return Plain(coder)
+    if isinstance(codec, LowRank):
+        return Product(codec.rank, coder, bucket, method.feeds(coder.feedback))
+    if method.back:
+        return TwoWay(codec, method.back, coder, bucket, place)
+    return Total(codec, coder, bucket) if codec.adds_as else Gather(codec, coder, bucket)
+
+
+class Reducer:
+    """How the slices of one arena are summed."""
+
+    def __init__(self, coder: Coder) -> None:
+        self._coder = coder
+        self._buckets: dict[int, Bucket] = {}
+        self._ways: dict[tuple[str, int], Way] = {}
+        self._chooser = Chooser(coder, make_way) if isinstance(coder.asked.codec, Auto) else None
+
+    def add(self, offset: int, dtype: torch.dtype, numel: int, pieces: Sequence[Piece]) -> None:
+        """A bucket of `numel` elements that begins at byte `offset` of the arena."""
+        self._buckets[offset] = Bucket.of(dtype, numel, pieces)
+
+    def through(self, collective: Collective) -> Reduce:
+        """How the arena's slices are summed."""
+        place = (collective.position, collective.size)
+
+        def reduce(flat: torch.Tensor) -> None:
+            coder, offset = self._coder, int(flat.storage_offset()) * flat.element_size()
+            bucket = self._buckets[offset]
+            if self._chooser:
+                self._chooser.before(flat, bucket, list(self._buckets.values()), collective)
+            method = coder.method if coder.passes > coder.warmup else Method()
+            if not method.back and coder.returns:
+                coder.fold(bucket, ())
+            if not method.feeds(coder.feedback):
+                coder.flush(bucket, flat)
+            if (method.words, offset) not in self._ways:
+                self._ways[method.words, offset] = make_way(method, coder, bucket, place)
+            coder.cost.bytes_before += flat.nbytes
+            self._ways[method.words, offset].reduce(flat, collective)
+
+        return reduce

@@ -1,0 +1,60 @@
+"""Memory of a device whose slices a thread reduces where they lie, by a reduction that works on the device.
+
+With a codec, gradients are encoded on the device and only their codes are copied to the host. The thread works on a
+stream of its own, behind what had been queued when a slice was posted; `wait` has the stream of the caller wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from paceline.transport.arena import NOTHING, Courier, Kept, Reduce
+
+
+class DeviceArena:
+    """An arena on a CUDA device."""
+
+    def __init__(self, reduce: Reduce, name: str, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.waited_s = 0.0
+        self.sent_bytes = 0  # counted by what carries them
+        self._device = device
+        self._reduce = reduce
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ready: deque[torch.cuda.Event] = deque()
+        self._courier = Courier(self._carry, name)
+        self._carried: list[Future[None]] = []
+
+    def own(self, flat: torch.Tensor) -> slice:
+        return NOTHING
+
+    def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
+        assert not kept
+        self._ready.append(torch.cuda.current_stream(self._device).record_event())
+        self._carried.append(self._courier.submit(flat))
+
+    def progress(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        began = time.monotonic()
+        try:
+            for future in self._carried:
+                future.result()  # bounded: what carries them limits its own waits
+        finally:
+            self._carried.clear()
+            self.waited_s += time.monotonic() - began
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        self._courier.close()
+
+    def _carry(self, flat: torch.Tensor) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready.popleft())
+            self._reduce(flat)

