@@ -11,6 +11,8 @@ With scales that all members share, codes of 8 bits add up: shared_scale.py.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -77,9 +79,15 @@ class Quantize:
         levels = 1 if self.shared else (1 << (self.bits - 1)) - 1
         return largest / levels * steps + dense.SMALLEST
 
+    @functools.cached_property
+    def _plan(self) -> dense.Plan:
+        return dense.Plan(codec=self, block=self.block, bits=self.bits, drawn=self.stochastic)
+
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
         if self.shared:
             return self._encode_shared(x, residual, out, context)
+        if dense.on_cuda(x):
+            return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)
         largest = blocks.largest()
         check_finite(float(largest.max(initial=0.0)), self)
@@ -87,6 +95,9 @@ class Quantize:
         return blocks.write_codes(scales, inverses, self.bits, out, context if self.stochastic else None)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        if dense.on_cuda(out):
+            self._plan.decode_add(payload, out, weight)
+            return
         scales = dense.read_scales(payload, out.numel(), self.block, self.bits, self)
         dense.add_codes(payload[scales.nbytes :], scales * np.float32(weight), self.block, self.bits, out)
 

@@ -7,6 +7,8 @@ Without a residual it is a poor codec: small elements are blown up to the mean, 
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -45,12 +47,21 @@ class Sign:
     def bound(self, x: torch.Tensor) -> float:
         return largest_magnitude(x)  # magnitude and mean are both between 0 and the largest
 
+    @functools.cached_property
+    def _plan(self) -> dense.Plan:
+        return dense.Plan(codec=self, block=self.block, bits=1)
+
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        if dense.on_cuda(x):
+            return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)
         largest, mean = blocks.largest_and_mean(power=1)
         check_finite(float(largest.max(initial=0.0)), self)
         return blocks.write_signs(mean.astype(np.float32), out)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        if dense.on_cuda(out):
+            self._plan.decode_add(payload, out, weight)
+            return
         scales = dense.read_scales(payload, out.numel(), self.block, 1, self)
         dense.add_signs(payload[scales.nbytes :], scales * np.float32(weight), self.block, out)

@@ -13,6 +13,7 @@ the residual settles at 0.7, 0.8, 1.4 and 11 times their size with a clip of 1, 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -63,7 +64,13 @@ class Ternary:
         largest = largest_magnitude(x)
         return largest + dense.SMALLEST
 
+    @functools.cached_property
+    def _plan(self) -> dense.Plan:
+        return dense.Plan(codec=self, block=self.block, bits=2, clip=self.clip, drawn=True)
+
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        if dense.on_cuda(x):
+            return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)
         if self.clip:
             largest, mean_square = blocks.largest_and_mean(power=2)
@@ -76,5 +83,8 @@ class Ternary:
         return blocks.write_codes(scales, inverses, 2, out, context)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        if dense.on_cuda(out):
+            self._plan.decode_add(payload, out, weight)
+            return
         scales = dense.read_scales(payload, out.numel(), self.block, 2, self)
         dense.add_codes(payload[scales.nbytes :], scales * np.float32(weight), self.block, 2, out)

@@ -89,7 +89,7 @@ class Layout:
         for device in devices:
             mine = [b for b in self.buckets if (b.slots[0].parameter.device if b.slots else tail_device) == device]
             sizes = [self._nbytes(b, num_control + num_buffered) for b in mine]
-            reducer = Reducer(coder) if coder else None
+            reducer = Reducer(coder, alone=len(devices) == 1) if coder else None
             arena = group.arena(sum(sizes), device, reducer.through if reducer else None)
             self.arenas.append(arena)
             offset = 0

@@ -15,13 +15,18 @@ What stands between the two is small and the same numpy code for both forms, so 
               adds in the same order
     codes     one multiplication, one rounding, one multiplication, one subtraction, each in float32
 
-Here are the torch forms of all this, and the choice between them and the kernels of packing.py.
+Here are the torch forms of all this, and the choice between them and the kernels of packing.py. On CUDA devices the
+kernels of triton_dense.py do all of it at once, scales included: a codec asks `on_cuda` first, and gives them a `Plan`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +43,49 @@ Doubles = npt.NDArray[np.float64]
 
 LARGEST = 3.4e38  # of a scale times its highest code: a little below what float32 holds, so no rounding gives inf
 SMALLEST = 2.0**-100  # a block whose magnitudes are all below becomes zeros: the inverse of its scale might overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the kernels for CUDA devices need to know of a codec."""
+
+    codec: Codec
+    block: int
+    bits: int  # 1: signs, whose scale is the mean magnitude
+    clip: float = 0.0  # in units of a block's root mean square; 0: the scale is the largest magnitude
+    drawn: bool = False
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def encode(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        from paceline.codecs.kernels import triton_dense
+
+        return triton_dense.encode(self, x, residual, out, context)
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float) -> None:
+        from paceline.codecs.kernels import triton_dense
+
+        triton_dense.decode_add(self, payload, out, weight)
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether the kernels for CUDA devices take this tensor."""
+    return tensor.is_cuda and _has_triton(tensor.device)
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    if os.environ.get("PACELINE_KERNELS") == "torch" or importlib.util.find_spec("triton") is None:
+        return False
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        from paceline.codecs.kernels import triton_dense
+
+        triton_dense.try_out(device)
+    except Exception as error:  # such as no compiler: Triton wants one for the code that launches a kernel
+        warnings.warn(f"codecs take their slower torch form on {device}: Triton fails with {error}", stacklevel=2)
+        return False
+    return True
 
 
 def check_block(block: int, name: str) -> int:

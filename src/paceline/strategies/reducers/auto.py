@@ -96,6 +96,7 @@ class Chooser:
     def __init__(self, coder: Coder, make_way: MakeWay) -> None:
         assert isinstance(coder.asked.codec, Auto)
         self._coder = coder
+        coder.method = coder.chosen or Method()  # whatever was being tried before
         self._make_way = make_way
         self._candidates = CANDIDATES[coder.asked.codec.fidelity]
         self._pass = 0  # of the coder's, the last one seen
@@ -114,6 +115,8 @@ class Chooser:
     def before(self, flat: torch.Tensor, bucket: Bucket, buckets: Sequence[Bucket], collective: Collective) -> None:
         """A bucket is about to be reduced; with the first one of a pass, there may be something to decide."""
         coder = self._coder
+        if coder.passes <= coder.warmup:
+            return
         if coder.passes != self._pass:
             self._note_times()
             self._pass = coder.passes

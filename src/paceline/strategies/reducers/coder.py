@@ -193,7 +193,7 @@ class Coder:
         now, then = self._rates.get(piece.parameter, 0.0), self._rate_of.get(piece.name, 0.0)
         if now > 0:
             if then > 0 and now != then:
-                residual.mul_(then / now)
+                residual[: piece.of].mul_(then / now)  # not what else a codec keeps: momentum is in no units of steps
                 for key, part in self.returns.items():
                     if key.rpartition("@")[0] == piece.name:
                         part.mul_(then / now)

@@ -61,13 +61,20 @@ def make_way(method: Method, coder: Coder, bucket: Bucket, place: tuple[int, int
 
 
 class Reducer:
-    """How the slices of one arena are summed."""
+    """How the slices of one arena are summed.
 
-    def __init__(self, coder: Coder) -> None:
+    `alone`: no other arena has buckets of the same pass; only then can something be chosen from pass to pass.
+    """
+
+    def __init__(self, coder: Coder, *, alone: bool = True) -> None:
         self._coder = coder
         self._buckets: dict[int, Bucket] = {}
         self._ways: dict[tuple[str, int], Way] = {}
-        self._chooser = Chooser(coder, make_way) if isinstance(coder.asked.codec, Auto) else None
+        chooses = isinstance(coder.asked.codec, Auto)
+        self._chooser = Chooser(coder, make_way) if chooses and alone else None
+        if chooses and not alone and coder.chosen is None:
+            coder.method = coder.chosen = Method()
+            coder.tell("codec auto: none, since the model lies on several devices; name a codec for it")
 
     def add(self, offset: int, dtype: torch.dtype, numel: int, pieces: Sequence[Piece]) -> None:
         """A bucket of `numel` elements that begins at byte `offset` of the arena."""
