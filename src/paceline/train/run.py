@@ -7,8 +7,8 @@ samples, the saver keeps checkpoints, the meter measures. Nothing below this fil
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
