@@ -69,20 +69,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What lies in a bucket: the pieces that may be encoded, in order; all the rest travels as it is."""
+    """What lies in a bucket: the pieces that are large enough to be encoded, in order, with small ones between them."""
 
     dtype: torch.dtype
     numel: int
     pieces: tuple[Piece, ...]
+    end: int = 0  # where gradients end; behind them stand the control block and buffers
 
     @classmethod
     def of(cls, dtype: torch.dtype, numel: int, pieces: Sequence[Piece]) -> Bucket:
-        return cls(dtype, numel, tuple(p for p in pieces if p.numel >= SMALL) if dtype in _KINDS else ())
+        large = tuple(p for p in pieces if p.numel >= SMALL) if dtype in _KINDS else ()
+        return cls(dtype, numel, large, max((p.at.stop for p in pieces), default=0))
 
     def finite(self, flat: torch.Tensor) -> bool:
-        """Whether all that may be encoded is. Asked first, so that no part of a bucket is said without the others;
-        buffers may hold what they like."""
-        return all(math.isfinite(largest_magnitude(flat[piece.at])) for piece in self.pieces)
+        """Whether all gradients are. Asked first, so that no part of a bucket is said without the others; buffers may
+        hold what they like."""
+        return math.isfinite(largest_magnitude(flat[: self.end]))
 
 
 class Coder:

@@ -2,8 +2,13 @@
 
     checksum and flags   8 bytes
     lengths              4 bytes for each piece that is encoded
-    pieces               the gradients of one parameter each, as the codec writes them
-    the rest             as it is: small parameters, the control block, buffers
+    pieces               the gradients of one parameter each, as the codec writes them; behind them those of all small
+                         parameters as one piece
+    the rest             as it is: the control block, buffers
+
+Small parameters (biases, norms) would suffer most from a coarse codec and gain least, but as they are they can be most
+of what travels. So with a coarse codec they are rounded to 8 bits by chance, which is right in the mean and leaves
+nothing to keep; with a finer one they travel as they are.
 
 A member whose gradients are not finite says so in the flags, and nothing in place of its pieces.
 """
@@ -15,14 +20,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.codecs import Codec, PayloadError
+from paceline.codecs import Codec, PayloadError, Quantize
 from paceline.strategies.reducers.coder import Bucket, Piece
 from paceline.transport.arena import Collective
 
 _HEAD = 8
 _NOT_FINITE = 1
+_WORTH = 64  # elements: as many bytes saved as a piece costs, several times
 
-Encode = Callable[[Piece, torch.Tensor, torch.Tensor], int]  # a piece's values into a room; how many bytes
+_FOR_SMALL = Quantize(8, stochastic=True)
+
+Encode = Callable[[Codec, Piece, torch.Tensor, torch.Tensor], int]  # a piece's values into a room; how many bytes
 
 
 class Frame:
@@ -33,15 +41,23 @@ class Frame:
         self._dtype = bucket.dtype
         self.at = at
         self.coded = [p.part(at.start, at.stop) for p in bucket.pieces if p.at.start < at.stop and at.start < p.at.stop]
-        self._plain: list[slice] = []
-        last = at.start
-        for stop, after in [*((p.at.start, p.at.stop) for p in self.coded), (at.stop, at.stop)]:
+        between: list[slice] = []
+        last, end = at.start, min(max(bucket.end, at.start), at.stop)
+        for stop, after in [*((p.at.start, p.at.stop) for p in self.coded), (end, end)]:
             if stop > last:
-                self._plain.append(slice(last - at.start, stop - at.start))
-            last = after
+                between.append(slice(last - at.start, stop - at.start))
+            last = max(last, after)
+        tail = [slice(end - at.start, at.stop - at.start)] if at.stop > end else []
+        numel = sum(s.stop - s.start for s in between)
+        coarse = bool(self.coded) and is_coarse(codec) and numel >= _WORTH
+        self._small = between if coarse else []
+        self._plain = tail if coarse else [*between, *tail]
+        beside = f"small ones beside {self.coded[0].name}@{self.coded[0].start}" if coarse else ""
+        self._rest = [Piece(beside, slice(0, numel), 0)] if coarse else []
         rest = sum(s.stop - s.start for s in self._plain) * bucket.dtype.itemsize
-        self._start = _HEAD + 4 * len(self.coded)
-        self.nbytes = padded(self._start + sum(padded(codec.nbytes(p.numel)) for p in self.coded) + rest)
+        self._start = _HEAD + 4 * (len(self.coded) + len(self._rest))
+        sizes = [codec.nbytes(p.numel) for p in self.coded] + [_FOR_SMALL.nbytes(p.numel) for p in self._rest]
+        self.nbytes = padded(self._start + sum(map(padded, sizes)) + rest)
         self._message = torch.empty(0, dtype=torch.uint8)
         self._room = self._message
 
@@ -55,10 +71,13 @@ class Frame:
                 self._room = torch.empty(self.nbytes, dtype=torch.uint8, device=values.device)
             room = self._room
         lengths, at = message[_HEAD : self._start].view(torch.int32), 0
-        for i, piece in enumerate(self.coded):
+        for i, piece in enumerate([*self.coded, *self._rest]):
             length = 0
-            if says:
-                length = encode(piece, values[self._within(piece)].float(), room[at:])
+            if says and i < len(self.coded):
+                length = encode(self._codec, piece, values[self._within(piece)].float(), room[at:])
+            elif says:
+                small = torch.cat([values[s] for s in self._small]).float()
+                length = encode(_FOR_SMALL, piece, small, room[at:])
             lengths[i] = length
             at += padded(length)
         for s in self._plain:
@@ -88,10 +107,17 @@ class Frame:
         codec, lengths = self._codec, message[_HEAD : self._start].view(torch.int32).tolist()
         says = int(message[:_HEAD].view(torch.int32)[1]) != _NOT_FINITE
         body, at = message[self._start :].to(out.device), 0
-        for piece, length in zip(self.coded, lengths):
-            if not 0 <= length <= codec.nbytes(piece.numel) or at + length > len(body):
+        for i, (piece, length) in enumerate(zip([*self.coded, *self._rest], lengths)):
+            small = i == len(self.coded)
+            most = (_FOR_SMALL if small else codec).nbytes(piece.numel)
+            if not 0 <= length <= most or at + length > len(body):
                 raise PayloadError(f"member {position} sent {length} bytes for {piece.name!r}, which cannot be")
-            if says:
+            if says and small:
+                values = torch.zeros(piece.numel, device=out.device)
+                _FOR_SMALL.decode_add(body[at : at + length], values)
+                for s, part in zip(self._small, torch.split(values, [s.stop - s.start for s in self._small])):
+                    out[s] += part
+            elif says:
                 codec.decode_add(body[at : at + length], out[self._within(piece)])
             at += padded(length)
         for s in self._plain:
@@ -103,11 +129,16 @@ class Frame:
 
     def spoil(self, out: torch.Tensor) -> None:
         """Some member could not say its part; the control block still adds up."""
-        for piece in self.coded:
-            out[self._within(piece)] = torch.nan
+        for s in [*map(self._within, self.coded), *self._small]:
+            out[s] = torch.nan
 
     def _within(self, piece: Piece) -> slice:
         return slice(piece.at.start - self.at.start, piece.at.stop - self.at.start)
+
+
+def is_coarse(codec: Codec) -> bool:
+    """Whether it leaves much unsaid, and so sends fewer than four bits for most elements."""
+    return not codec.unbiased and (codec.varies or codec.nbytes(1 << 16) < 1 << 15)
 
 
 def gather(

@@ -28,7 +28,7 @@ class Gather:
         message = frame.encode(
             flat,
             self._bucket.finite(flat),
-            lambda piece, x, out: coder.encode(self._codec, piece, x, out, place),
+            lambda codec, piece, x, out: coder.encode(codec, piece, x, out, place),
         )
         encode_s = watch.lap()
         sizes = None if self._codec.varies else [frame.nbytes] * collective.size

@@ -46,7 +46,7 @@ class Product:
             if start > last:
                 self._plain.append(slice(last, start))
             last = stop
-        self._bucket = Bucket(bucket.dtype, bucket.numel, tuple(self._pieces))
+        self._bucket = Bucket(bucket.dtype, bucket.numel, tuple(self._pieces), bucket.end)
 
     def reduce(self, flat: torch.Tensor, collective: Collective) -> None:
         coder, watch = self._coder, Watch()

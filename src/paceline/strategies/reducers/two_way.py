@@ -42,7 +42,7 @@ class TwoWay:
             frame.encode(
                 flat[frame.at],
                 finite,
-                lambda piece, x, out: coder.encode(self._codec, piece, x, out, self._place),
+                lambda codec, piece, x, out: coder.encode(codec, piece, x, out, self._place),
             )
             for frame in self._there
         ]
@@ -59,7 +59,7 @@ class TwoWay:
         message = home.encode(
             total.to(flat.dtype),
             all(told),
-            lambda piece, x, out: coder.encode_sum(self._back, piece, x, out, self._place),
+            lambda codec, piece, x, out: coder.encode_sum(codec, piece, x, out, self._place),
         )
         encode_s += watch.lap()
         sizes = [frame.nbytes for frame in self._home]
