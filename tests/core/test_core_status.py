@@ -53,7 +53,7 @@ def test_records_are_read_whole_while_they_are_written(tmp_path: Path) -> None:
         writer.stdout.readline()
         seen = set()
         began = time.monotonic()
-        while len(seen) < 1000 and time.monotonic() - began < 20:
+        while len(seen) < 1000 and time.monotonic() - began < 60:
             doing = read(path, 0)
             assert doing is not None
             assert doing.epoch == -doing.step

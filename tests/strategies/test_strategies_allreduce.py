@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -433,6 +435,7 @@ def test_a_parameter_put_in_by_hand_is_refused() -> None:
     together(2, body)
 
 
+@pytest.mark.filterwarnings("ignore:paceline. member .. batches with unlike shares")
 def test_the_batch_drawn_last_decides_the_weight() -> None:
     """Batches that no backward pass follows (an evaluation) weigh nothing; several loaders weigh once."""
 
@@ -469,6 +472,106 @@ def test_a_layer_unfrozen_with_a_short_batch_in_hand_is_weighed_like_the_others(
 
     for one, other in together(2, body):
         assert one == other == pytest.approx((4 * 1 + 1 * 2) / 5)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("drop", ["optimizer", "model", "zeros"])
+def test_a_window_that_was_dropped_weighs_nothing(drop: str, num: int) -> None:
+    def body(group: Group) -> list[float]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(num)])
+        world, strategy = attached(group, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy.attach(model, optimizer, world)
+        seen = []
+        for _ in range(2):
+            world.tally.add(4 - 3 * group.rank, 4)
+            world.accumulating = True
+            sum(p.sum() for p in model).backward()  # type: ignore[union-attr]
+            world.accumulating = False
+            if drop != "model":
+                strategy.cleared(optimizer)
+            optimizer.zero_grad(set_to_none=drop != "zeros")
+            world.tally.add(4, 4)
+            (sum(p.sum() for p in model) * (1.0 + group.rank)).backward()
+            seen += [float(p.grad) for p in model if p.grad is not None]
+            model.zero_grad()
+        return seen
+
+    assert together(2, body) == [[1.5] * 2 * num] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_window_that_goes_on_keeps_its_weights(num: int, create_graph: bool) -> None:
+    """Also where another optimizer's gradients are dropped, and where only one parameter has a gradient."""
+
+    def body(group: Group) -> list[float]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(num)])
+        world, strategy = attached(group, model)
+        other = nn.Parameter(torch.ones(1))
+        second = torch.optim.SGD([other], lr=0.1)
+        strategy.attach(model, second, world)
+        world.tally.add(4 - 3 * group.rank, 4)
+        for last in False, True:
+            world.accumulating = not last
+            strategy.cleared(second)
+            strategy.cleared()  # a batch is asked for
+            (sum(p.sum() for p in model) * (1.0 + group.rank)).backward(create_graph=create_graph)  # type: ignore[union-attr]
+            world.tally.add(4, 4)
+        return [float(p.grad) for p in model if p.grad is not None]
+
+    for grads in together(2, body):
+        assert grads == pytest.approx([(1 + 0.25 * 2 + 1 + 2) / (1 + 0.625)] * num)
+
+
+def test_a_layer_unfrozen_with_a_short_batch_in_hand_accumulates_like_the_others() -> None:
+    def body(group: Group) -> list[float]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1), requires_grad=False)])
+        world, strategy = attached(group, model)
+        sum(p.sum() for p in model).backward()  # type: ignore[union-attr]
+        model.zero_grad()
+        world.tally.add(4 - 3 * group.rank, 4)
+        model[1].requires_grad_(True)
+        added = nn.Parameter(torch.ones(1))  # while the batch is in hand
+        strategy.attach(model, torch.optim.SGD([added], lr=0.1), world)
+        for world.accumulating in True, False:
+            (sum(p.sum() for p in [*model, added]) * (1.0 + group.rank)).backward()  # type: ignore[union-attr]
+        return [float(p.grad) for p in [*model, added] if p.grad is not None]
+
+    for grads in together(2, body):
+        assert grads == pytest.approx([2 * (4 * 1 + 1 * 2) / 5] * 3)
+
+
+def test_a_filler_adds_nothing_to_a_layer_unfrozen_since_it_was_drawn() -> None:
+    def body(group: Group) -> float:
+        model = nn.Linear(1, 1, bias=False).requires_grad_(False)
+        world, _ = attached(group, model)
+        world.tally.add(4 - 4 * group.rank, 4)
+        model.requires_grad_(True)
+        (model.weight.sum() * (float("nan") if group.rank else 1.0)).backward()
+        assert model.weight.grad is not None
+        return float(model.weight.grad)
+
+    assert together(2, body) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("steps", "times"), [([[4], [4, 4], [1], [4], [1]], 0), ([[4], [4, 1], [1, 4]], 1)])
+def test_unlike_batches_between_two_backward_passes_are_warned_of_once(steps: list[list[int]], times: int) -> None:
+    def body(group: Group) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        world, _ = attached(group, model)
+        for draws in steps:
+            for drawn in draws:
+                world.tally.add(drawn if group.rank else 4, 4)
+            model(torch.ones(1, 1)).sum().backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        together(2, body)
+    said = ["member 1: batches with unlike shares of real samples were drawn" in str(w.message) for w in caught]
+    assert said == [True] * times
+    assert all(w.filename == __file__ for w in caught)
 
 
 def test_freezing_in_turns_makes_no_new_arenas() -> None:

@@ -115,3 +115,30 @@ def test_what_was_chosen_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for before, after in together(2, body, hosts=["a", "b"]):
         assert before == after
         assert "none" not in after
+
+
+def test_a_model_of_one_bucket_has_nothing_to_hide_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchange begins when the backward pass has ended, so it is predicted to be waited for."""
+    monkeypatch.setattr(Ring, "_measured", lambda ring: Link(latency_s=1e-4, bytes_per_s=1e5))
+
+    def body(group: Group) -> list[float]:
+        told: list[str] = []
+        model = nn.Linear(300, 100)
+        strategy, optimizer = AllReduce(codec="auto"), torch.optim.SGD(model.parameters(), lr=0.01)
+        strategy.attach(model, optimizer, World(group, tell=told.append))
+        for step in range(40):
+            optimizer.zero_grad()
+            bad = float("inf") if step == 2 else 1.0  # nothing can be learned from the gradients of this pass
+            (model(torch.ones(4, 300)).square().mean() * bad).backward()
+            time.sleep(0.02)  # what the script does between two steps hides nothing
+            if step != 2:
+                optimizer.step()
+        (engine,) = strategy._engines.values()
+        assert engine.coder is not None
+        assert told[-1].startswith("codec auto: ")
+        none = float(told[-1].partition("predicted ")[2].rpartition(" with none")[0].split()[-1])
+        return [none, engine.coder.hidden_s]
+
+    for none, hidden_s in together(2, body, hosts=["a", "b"]):
+        assert none > 1000  # 120 kB at 0.1 MB/s, there and back: more than a second
+        assert hidden_s < 0.02

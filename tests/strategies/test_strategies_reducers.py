@@ -16,6 +16,7 @@ from paceline.strategies import AllReduce, World, make_strategy
 from paceline.strategies.reducers import Coder, Method, Piece, Reducer
 from paceline.strategies.reducers.coder import Bucket
 from paceline.strategies.reducers.frame import Frame
+from paceline.strategies.reducers.low_rank import orthonormal
 from paceline.strategies.reducers.two_way import cut
 from paceline.testing.cluster import Cluster
 from paceline.testing.together import together
@@ -219,11 +220,12 @@ def test_warmup_exchanges_gradients_as_they_are() -> None:
         assert not all(torch.allclose(a, b) for a, b in zip(coded[3], plain[3]))
 
 
-def test_members_with_other_codecs_are_told_so() -> None:
+@pytest.mark.parametrize("other", ["sign", "none"])
+def test_members_with_other_codecs_are_told_so(other: str) -> None:
     def body(group: Group) -> None:
-        train(group, 1, codec="sign" if group.rank else "topk(0.01)")
+        train(group, 1, codec=other if group.rank else "topk(0.01)")
 
-    with pytest.raises(ConfigError, match=r"member 0 encodes with topk.* and member 1 with sign"):
+    with pytest.raises(ConfigError, match=rf"member 0 encodes with topk.* and member 1 with {other}"):
         together(2, body)
 
 
@@ -238,6 +240,12 @@ def test_the_words_of_the_command_line() -> None:
         make_strategy("allreduce", "topc(0.1)")
     with pytest.raises(ConfigError, match="warmup=-1"):
         AllReduce(codec="sign", warmup=-1)
+    assert make_strategy("allreduce", "sign, back=sign").method.back is not None  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="not for their sums"):
+        AllReduce(codec="sign", back="dgc")
+    for words in "quantize(8.0)", "topk(0.01, chunk=100.5)", "topk(density=0.1, density=0.2)", "sampled_topk(True)":
+        with pytest.raises(ConfigError):
+            AllReduce(codec=words)
     for codec in "none", "auto", "lowrank", "dgc":
         with pytest.raises(ConfigError, match="nothing is encoded on the way back"):
             AllReduce(codec=codec, back="sign")
@@ -428,3 +436,107 @@ def test_small_parameters_are_right_in_the_mean() -> None:
     for coarse, fine in together(2, body, hosts=["a", "b"]):
         assert 0 < coarse < 0.3  # a level is 1.2 wide, and a hundred draws lie within a tenth of it
         assert fine < 1e-4
+
+
+class Two(nn.Module):
+    """A large parameter and a small one, in buckets of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.zeros(4000)), nn.Parameter(torch.zeros(500))
+
+
+def passes(group: Group, factors: list[tuple[float, float]], **way: object) -> tuple[list[torch.Tensor], Coder]:
+    """The large parameter's gradients where those of both are ones times these; 0 where a pass is spoilt."""
+    model, given = Two(), []
+    strategy = AllReduce(bucket_mb=1e-6, **way)  # type: ignore[arg-type]
+    strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+    for large, small in factors:
+        model.zero_grad()
+        ((model.large * large).sum() + (model.small * small).sum()).backward()
+        grads = [p.grad for p in model.parameters()]
+        assert all(g is not None for g in grads)
+        spoilt = not all(bool(torch.isfinite(g).all()) for g in grads if g is not None)
+        given.append(torch.zeros(4000) if spoilt or grads[0] is None else grads[0].clone())
+    (engine,) = strategy._engines.values()
+    assert engine.coder is not None
+    return given, engine.coder
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"codec": "topk(0.1)"}, {"codec": "sign", "back": "quantize(8)"}, {"codec": "topk(0.5)", "back": "topk(0.5)"}],
+    ids=str,
+)
+def test_a_pass_that_another_bucket_spoils_counts_once(way: dict[str, str]) -> None:
+    """All that was given out and all that is left is all that there was, however often a pass had to be taken back."""
+    inf = float("inf")
+
+    def body(group: Group) -> float:
+        given, coder = passes(group, [(1, 1), (1, inf if group.rank else 1), (1, 1), (1, inf), (1, 1)], **way)
+        coder.fold(Bucket.of(torch.float32, 4000, [Piece("large", slice(0, 4000), 0)]), ())
+        left = group.all_reduce(coder.residuals["large"].clone())
+        return float((torch.stack(given).sum(0) + left - 5).abs().max())
+
+    assert max(together(2, body, hosts=["a", "b"])) < 1e-4
+
+
+def test_large_gradients_are_cut_off_and_not_for_ever() -> None:
+    def body(group: Group) -> list[bool]:
+        factors = [1.5e5 if i == 1 else 1.0 for i in range(12)]
+        given, _ = passes(group, [(f, 1.0) for f in factors], codec="cast(fp16)")
+        return [bool((g > 0).all()) for g in given]
+
+    for finite in together(3, body, hosts=["a", "b", "c"]):
+        assert all(finite)
+
+
+def test_low_rank_recovers_from_a_gradient_of_zeros() -> None:
+    def body(group: Group) -> float:
+        model = nn.Embedding(200, 50)
+        AllReduce(codec="lowrank(2)").attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+        for step in range(6):
+            model.zero_grad()
+            (model(torch.arange(100, 200)).sum() * min(step, 1)).backward()
+        assert model.weight.grad is not None
+        return float(model.weight.grad[100:].mean())
+
+    assert all(mean > 0.5 for mean in together(2, body, hosts=["a", "b"]))
+
+
+def test_columns_are_the_same_whatever_the_threads() -> None:
+    p = torch.randn(50_000, 4, generator=torch.Generator().manual_seed(0))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in 1, 2, 3:
+            torch.set_num_threads(count)
+            found.append(orthonormal(p))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.allclose(found[0].T @ found[0], torch.eye(4), atol=1e-5)
+
+
+def test_another_codec_after_a_resume_is_taken_and_keeps_what_is_unsaid() -> None:
+    auto = Coder(Method.of("auto"))
+    auto.chosen = Method.of("topk(0.01, values=int8)")
+    for words, expected in ("quantize(8)", "quantize(bits=8, block=256)"), ("auto(fidelity=exact)", "none"):
+        again = Coder(Method.of(words))
+        again.load_common(auto.common())
+        assert again.method.words == expected
+    dgc, piece = Coder(Method.of("dgc(0.01)")), Piece("w", slice(0, 3), 0)
+    dgc.load([{"residuals": {"w": torch.ones(3)}, "rates": {}}])
+    assert dgc.residual(piece, 2).tolist() == [1, 1, 1, 0, 0, 0]
+    assert dgc.residual(piece).tolist() == [1, 1, 1]
+
+
+def test_what_was_left_at_a_rate_of_zero_has_no_effect_later() -> None:
+    coder, piece, out = Coder(Method.of("sign")), Piece("w", slice(0, 2048), 7), torch.empty(4096, dtype=torch.uint8)
+    x = torch.randn(2048)
+    for rate in 0.0, 0.0:
+        coder.begin({7: rate})
+        coder.encode(make_codec("sign"), piece, x, out, (0, 1))
+    assert float(coder.residuals["w"].norm()) > 0
+    coder.begin({7: 0.1})
+    assert float(coder.residual(piece).norm()) == 0

@@ -65,16 +65,19 @@ class Cast:
             scale, head = float(np.float32(_scale(largest, self._largest))), 4
             out[:head] = torch.tensor([scale]).view(torch.uint8)
         place = out[head:size]
-        # What fits no more stands at the edge: an infinity would spoil every sum, a residual catches up.
+        # What fits no more stands at the edge, so that sums over the members fit too: an infinity would spoil them.
+        most = self._largest
+        if self.adds_as and context.size > 1:
+            most = float(np.float32(most / context.size * (1 - 2 * self._relative)))
         if fused(x):
             from paceline.codecs.kernels import casting
 
-            args = (casting.DROPPED[self.to], np.float32(scale), self._codes(place))
+            args = (casting.DROPPED[self.to], np.float32(scale), np.float32(most), self._codes(place))
             spread(casting.encode, x.numel(), x.numpy(), array_of(residual), *args)
             return size
         whole = x if residual is None else x + residual
         scaled = whole / whole.new_tensor([scale]) if scale else whole  # by a tensor: as a number, some devices
-        codes = scaled.clamp(-self._largest, self._largest).to(self.dtype)  # would multiply by its inverse
+        codes = scaled.clamp(-most, most).to(self.dtype)  # would multiply by its inverse
         place.copy_(codes.view(torch.uint8))
         if residual is not None:
             said = codes.float()
@@ -88,6 +91,8 @@ class Cast:
             scale, head = float(payload[:4].clone().view(torch.float32)), 4
             if not 0 <= scale < math.inf:
                 raise PayloadError(f"a payload of {self.words} has a scale that is negative or not finite")
+            if bool(((payload[head:] & 0x7F) == 0x7F).any()):  # fp8 has no infinities
+                raise PayloadError(f"a payload of {self.words} has codes that are no numbers")
             factor = scale * weight
         place = payload[head:]
         if fused(out):

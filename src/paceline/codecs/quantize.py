@@ -39,7 +39,7 @@ class Quantize:
     rows = 1
 
     def __init__(self, bits: int = 8, block: int | None = None, stochastic: bool = False, shared: bool = False) -> None:
-        if bits not in (8, 4, 2):
+        if bits not in (8, 4, 2) or not isinstance(bits, int):
             raise ConfigError(f"quantize(bits={bits!r}): 8, 4 or 2 bits are possible")
         if not isinstance(stochastic, bool):
             raise ConfigError(f"quantize(stochastic={stochastic!r}): True or False is needed")

@@ -46,7 +46,7 @@ def check_values(values: str, name: str) -> None:
 
 
 def check_density(density: float, name: str) -> None:
-    if not 0 < density <= 1:
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
         raise ConfigError(f"{name}(density={density!r}): the share of elements that travels is above 0 and at most 1")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,19 +12,23 @@ from paceline.core.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
+_WORD = re.compile(r"(?<=[=(,\s])(?!\d+[eE]\d)(\d+[A-Za-z_]\w*)(?=\s*[,)])")  # such as 2bit, which Python cannot read
+
 
 def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
     """Make the object that `text` names out of `known`.
 
     >>> build("complex(imag=2)", {"complex": complex}, "number")
     2j
+    >>> build("str(2bit)", {"str": str}, "word")
+    '2bit'
     >>> build("compelx", {"complex": complex}, "number")
     Traceback (most recent call last):
       ...
     paceline.core.errors.ConfigError: unknown number 'compelx': did you mean 'complex'?
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(_WORD.sub(r"'\1'", text.strip()), mode="eval").body
     except SyntaxError:
         raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)") from None
     if isinstance(tree, ast.Name):
@@ -34,6 +39,9 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)")
     if name not in known:
         raise ConfigError(f"unknown {kind} {name!r}: {nearest(name, known)}")
+    given = [k.arg for k in keywords]
+    if None in given or len(set(given)) < len(given):
+        raise ConfigError(f"cannot read {kind} {text!r}: give each option once, as key=value")
     make = known[name]
     try:
         positional = [_value(a) for a in args]

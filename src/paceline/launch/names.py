@@ -43,10 +43,12 @@ def strategy(text: str) -> str:
 
 def codec(text: str) -> str:
     """
-    >>> codec("topk(0.01)")
-    'topk(0.01)'
+    >>> codec("topk(0.01), back=sign")
+    'topk(0.01), back=sign'
     """
-    return _called(text, CODECS, "codec")
+    for part in text.split(", back=", 1):
+        _called(part, CODECS, "codec")
+    return text
 
 
 def _called(text: str, known: tuple[str, ...], kind: str) -> str:

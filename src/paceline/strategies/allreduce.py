@@ -69,12 +69,7 @@ class AllReduce:
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         if world.group.size == 1:
             return
-        if getattr(self.method.codec, "momentum", 0.0) and any(
-            {"momentum", "betas"} & _set(g) for g in optimizer.param_groups
-        ):
-            raise ConfigError(
-                f"{self.method.words}: dgc keeps the momentum itself. Use torch.optim.SGD with momentum=0"
-            )
+        self._check_momentum(optimizer)
         engine = self._engines.get(id(model))
         if engine is None:
             engine = Engine(model, world, self.bucket_bytes, self._arm, self._owned, self._coder(world))
@@ -90,6 +85,7 @@ class AllReduce:
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         self.reduced()
+        self._check_momentum(optimizer)
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # a pass that failed has been ended too
         if self._engines:
@@ -102,9 +98,11 @@ class AllReduce:
                         )
         return True
 
-    def cleared(self) -> None:
+    def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         if any(e.busy for e in self._engines.values()):
             raise _failed_pass()
+        if optimizer and (engine := self._drives.get(id(optimizer))):
+            engine.cleared(optimizer)
 
     def reduced(self) -> None:
         """End the backward pass of every model that is in one."""
@@ -114,15 +112,26 @@ class AllReduce:
         for engine in engines:
             engine.collect()
 
+    def _check_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        if getattr(self.method.codec, "momentum", 0.0):
+            for group in optimizer.param_groups:
+                if group.get("momentum") or "betas" in group:
+                    raise ConfigError(
+                        f"{self.method.words}: dgc keeps the momentum itself. Use torch.optim.SGD with momentum=0"
+                    )
+
     def _coder(self, world: World) -> Coder | None:
+        mine = f"{self.method.words}, feedback={self._feedback}, warmup={self._warmup}"
+        told = [words.decode() for words in world.group.exchange(mine.encode())]
+        for rank, words in enumerate(told):
+            if words != told[0]:
+                raise ConfigError(f"member 0 encodes with {told[0]} and member {rank} with {words}: give all the same")
         if self.method.codec is None:
             return None
         if self._feedback is False and getattr(self.method.codec, "rows", 1) > 1:
             raise ConfigError(f"feedback=False: {self.method.words} is nothing without what it keeps")
         seed = world.seed * 1009 + len(self._engines)
-        coder = Coder(self.method, feedback=self._feedback, warmup=self._warmup, seed=seed, tell=world.tell)
-        coder.agree(world.group)
-        return coder
+        return Coder(self.method, feedback=self._feedback, warmup=self._warmup, seed=seed, tell=world.tell)
 
     def readings(self) -> dict[str, Any]:
         coders = [e.coder for e in self._engines.values() if e.coder]
@@ -130,8 +139,8 @@ class AllReduce:
             return {}
         totals = {name: sum(getattr(c.cost, name) for c in coders) for name in vars(coders[0].cost)}
         norms = [float(r.norm()) for c in coders for r in c.residuals.values()]
-        chosen = coders[0].chosen
-        words = coders[0].asked.words + (f": {chosen.words}" if chosen else "")
+        chosen = " | ".join(dict.fromkeys(c.chosen.words for c in coders if c.chosen))
+        words = coders[0].asked.words + (f": {chosen}" if chosen else "")
         return {"codec": words, **totals, "residual_norm": math.hypot(*norms)}
 
     def own_state(self) -> dict[str, Any]:
@@ -186,13 +195,6 @@ class AllReduce:
             self._arm()
 
         handle = outer.register_hook(resume)
-
-
-def _set(group: dict[str, Any]) -> set[str]:
-    """The options of a param group that are not zero or empty."""
-    return {
-        key for key, value in group.items() if isinstance(value, tuple) or (isinstance(value, int | float) and value)
-    }
 
 
 def _failed_pass() -> Interrupted:

@@ -10,6 +10,8 @@ import functools
 import json
 import math
 import statistics
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +60,7 @@ class Engine:
         self._weighing: dict[int, Any] = {}  # hooks by id of the parameter, while this member's batch is not a full one
         self._weights: list[float] = []  # of the passes whose gradients are being added up
         self._pass = -1  # the last of them
+        self._kept: Callable[[], torch.Tensor | None] = lambda: None  # the gradient that they added to last
         self._at_first = {name: (id(b), b._version) for name, b in model.named_buffers()}
         self._moving: list[tuple[torch.nn.Module, str]] = []  # buffers that follow the first member
         world.tally.listeners.append(self._weigh)
@@ -79,13 +82,18 @@ class Engine:
         buffers = {} if known else dict(self._model.named_buffers())
         make_equal(self._world.group, new, buffers)
         for p in new.values():
-            if p.is_floating_point() or p.is_complex():
-                trained = p.requires_grad
-                p.requires_grad_(True)  # a frozen parameter takes no hook, but keeps one until it is trained
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]
-                p.requires_grad_(trained)
+            if _trainable(p):
+                self._hooks.append(_hook(p, p.register_post_accumulate_grad_hook, self._arrived))
         if any(p.requires_grad for p in new.values()):
             self._layout = None  # laid out again at the end of the next backward pass
+        self._weigh(self._world.tally.weight)
+
+    def cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        """The user drops an optimizer's gradients now: accumulated passes of which nothing is left weigh nothing."""
+        if self._weights:
+            dropped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if all(p.grad is None or i in dropped for i, p in self._parameters.items()):
+                self._weights.clear()
 
     @property
     def complete(self) -> bool:
@@ -93,13 +101,13 @@ class Engine:
 
     def _arrived(self, p: torch.Tensor) -> None:
         """The gradient of `p` is ready. Runs inside the backward pass."""
-        weight, task = self._world.tally.weight, torch._C._current_graph_task_id()
+        task = torch._C._current_graph_task_id()
         if task != self._pass:
             self._pass = task
-            self._weights.append(weight)
-        if weight != 1.0 and id(p) not in self._weighing and p.grad is not None:  # trained since the batch was drawn
-            p.grad.mul_(weight)
+            self._count_pass(p)
         if self._world.accumulating:
+            assert p.grad is not None
+            self._kept = weakref.ref(p.grad)
             if slot := self._slots.get(id(p)):
                 slot.mean = False
             return
@@ -119,6 +127,19 @@ class Engine:
         if not bucket.missing:
             layout.launch()
 
+    def _count_pass(self, p: torch.Tensor) -> None:
+        """Note the weight of a pass, whose first gradient is that of `p`, with those of the passes it is added to."""
+        if self._weights and not self.busy:
+            # Autograd adds in place, but for graphs of higher order: another tensor has no earlier gradient in it.
+            added = p.grad is self._kept() or torch.is_grad_enabled()
+            if not added and all(q is p or q.grad is None for q in self._parameters.values()):
+                self._weights.clear()  # the user has dropped those gradients
+        weight, doubt = self._world.tally.take()
+        self._weights.append(weight)
+        if doubt:
+            # Six levels up is who called loss.backward().
+            warnings.warn(f"paceline: member {self._world.group.rank}: {doubt}", stacklevel=6)
+
     def _begin(self) -> None:
         self._arm()
         if self.busy:
@@ -127,7 +148,8 @@ class Engine:
         if self._layout:
             self._layout.start()
         if self.coder:
-            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            # Where an optimizer divides by what gradients have been, their effect is not in proportion to the rate.
+            groups = [g for optimizer in self._optimizers for g in optimizer.param_groups if "betas" not in g]
             self.coder.begin({id(p): float(group["lr"]) for group in groups for p in group["params"]})
 
     def _weigh(self, weight: float) -> None:
@@ -137,9 +159,9 @@ class Engine:
         self._weighing.clear()
         if weight != 1.0:
             self._weighing = {
-                i: p.register_hook(functools.partial(self._weighed, p, weight))  # type: ignore[no-untyped-call]
+                i: _hook(p, p.register_hook, functools.partial(self._weighed, p, weight))
                 for i, p in self._parameters.items()
-                if p.requires_grad
+                if _trainable(p)
             }
 
     def _weighed(self, p: torch.Tensor, weight: float, grad: torch.Tensor) -> torch.Tensor:
@@ -327,6 +349,19 @@ class Engine:
 _EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_BYTES = 64 << 10  # smaller buffers travel although they have not changed yet; large constants stay at home
 _BATCH_NORMS = (torch.nn.modules.batchnorm._NormBase,)
+
+
+def _trainable(p: torch.nn.Parameter) -> bool:
+    return p.is_floating_point() or p.is_complex()
+
+
+def _hook(p: torch.nn.Parameter, register: Callable[[Any], Any], hook: Callable[..., Any]) -> Any:
+    """A frozen parameter takes no hook, but keeps one until it is trained."""
+    trained = p.requires_grad
+    p.requires_grad_(True)
+    handle = register(hook)
+    p.requires_grad_(trained)
+    return handle
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

@@ -23,14 +23,40 @@ class Tally:
         self.nominal = 0.0
         self.weight = 1.0  # of the batch drawn last
         self.listeners: list[Callable[[float], None]] = []  # told when it changes
+        self.passed_over = False  # a batch that was not full was drawn under torch.no_grad(), where none is counted
+        self._since: set[float] = set()  # weights of the batches drawn since the last backward pass
+        self._doubted: set[str] = set()
 
     def add(self, drawn: int, nominal: int) -> None:
         self.drawn += drawn
         self.nominal += nominal
-        if (weight := drawn / nominal) != self.weight:
+        weight = drawn / nominal
+        self._since.add(weight)
+        if weight != self.weight:
             self.weight = weight
             for listener in self.listeners:
                 listener(weight)
+
+    def take(self) -> tuple[float, str]:
+        """A backward pass begins: its weight, and why that may be the wrong one; each reason is given once."""
+        since, self._since = self._since, set()
+        doubt = _SEVERAL if len(since) > 1 else _PASSED_OVER if self.passed_over and not self.nominal else ""
+        if doubt in self._doubted:
+            return self.weight, ""
+        self._doubted.add(doubt)
+        return self.weight, doubt
+
+
+_SEVERAL = (
+    "batches with unlike shares of real samples were drawn since the last backward pass, and gradients are weighed by "
+    "the one drawn last. Call backward() before the next batch is drawn, put loops that only look at data under "
+    "torch.no_grad(), or leave short batches out with drop_last=True"
+)
+_PASSED_OVER = (
+    "a batch that is not full was drawn under torch.no_grad(), where batches are taken to be only looked at, so its "
+    "gradients are weighed as if it were full. Draw the batches of training outside torch.no_grad(), or leave short "
+    "ones out with drop_last=True"
+)
 
 
 class World:
@@ -69,8 +95,8 @@ class Strategy(Protocol):
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """The user calls `optimizer.step()`: whether the optimizer's own step is to run."""
 
-    def cleared(self) -> None:
-        """The user calls `optimizer.zero_grad()`: no backward pass may be half done."""
+    def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """The user calls `optimizer.zero_grad()`, or (None) asks for a batch: no backward pass may be half done."""
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters were added to an optimizer."""

@@ -37,9 +37,8 @@ def _limits(drop: int) -> tuple[Any, Any, Any, Any]:
 
 
 @fuse
-def _write_bf16(whole: Array, n: int, codes: Array, said: Array) -> None:
+def _write_bf16(whole: Array, n: int, largest: float, codes: Array, said: Array) -> None:
     said_bits = said.view(np.int32)
-    largest = np.float32(3.3895313892515355e38)
     for i in range(n):
         p = np.float32(min(max(whole[i], -largest), largest))
         word = np.int32(p.view(np.int32))
@@ -50,9 +49,9 @@ def _write_bf16(whole: Array, n: int, codes: Array, said: Array) -> None:
 
 
 @fuse
-def _write_short(whole: Array, n: int, drop: int, codes: Array, said: Array) -> None:
+def _write_short(whole: Array, n: int, drop: int, largest: float, codes: Array, said: Array) -> None:
     said_bits, bits = said.view(np.int32), whole.view(np.int32)
-    largest, smallest, _, _ = _limits(drop)
+    _, smallest, _, _ = _limits(drop)
     up, shift = np.int32(drop << 23), np.int32(drop)
     lowest = np.int32(smallest + up)
     to_sign, sign = np.int32(16 if drop == _FP16 else 24), np.int32(0x8000 if drop == _FP16 else 0x80)
@@ -69,7 +68,9 @@ def _write_short(whole: Array, n: int, drop: int, codes: Array, said: Array) -> 
 
 
 @fuse
-def encode(start: int, stop: int, x: Array, residual: Array, drop: int, scale: float, codes: Array) -> None:
+def encode(
+    start: int, stop: int, x: Array, residual: Array, drop: int, scale: float, largest: float, codes: Array
+) -> None:
     """Codes of (x + residual) / scale, cut off at the largest; the residual becomes what they do not say.
 
     Only fp8 has a scale.
@@ -88,13 +89,13 @@ def encode(start: int, stop: int, x: Array, residual: Array, drop: int, scale: f
             for i in range(n):
                 whole[i] = fresh[i]
         if drop == _BF16:
-            _write_bf16(whole, n, packed, said)
+            _write_bf16(whole, n, largest, packed, said)
         elif drop == _FP16:
-            _write_short(whole, n, drop, packed, said)
+            _write_short(whole, n, drop, largest, packed, said)
         else:
             for i in range(n):
                 scaled[i] = whole[i] / scale
-            _write_short(scaled, n, drop, packed, said)
+            _write_short(scaled, n, drop, largest, packed, said)
             for i in range(n):
                 said[i] *= scale
         if residual.size:

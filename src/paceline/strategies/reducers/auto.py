@@ -18,12 +18,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from paceline.strategies.reducers.coder import Bucket, Coder
-from paceline.strategies.reducers.method import Auto, Method
+from paceline.strategies.reducers.coder import Bucket, Coder, Way
+from paceline.strategies.reducers.method import CANDIDATES, Auto, Method
 from paceline.transport.arena import Collective
 from paceline.transport.link import Link
 
@@ -33,23 +32,6 @@ _TRIED = 3
 _AGAIN = 100  # passes between two looks at the wire
 _REHEARSED_BYTES = 32 << 20
 _CLOSE = 1.03  # candidates stand in the order of fidelity: a later one must be so much faster
-
-_EXACT = (Method(), Method.of("nonzero"))
-_HIGH = (Method.of("cast(bf16)"), Method.of("quantize(8)"), Method.of("quantize(8)", back="quantize(8)"))
-_LOW = (
-    Method.of("quantize(4)", back="quantize(4)"),
-    Method.of("sign"),
-    Method.of("sign", back="sign"),
-    Method.of("topk(0.01, values=int8)"),
-    Method.of("topk(0.01, values=int8)", back="topk(0.02, values=int8)"),
-    Method.of("lowrank(2)"),
-)
-CANDIDATES = {"exact": _EXACT, "high": (*_EXACT, *_HIGH), "low": (*_EXACT, *_HIGH, *_LOW)}
-
-
-class Way(Protocol):
-    def reduce(self, flat: torch.Tensor, collective: Collective) -> None: ...
-
 
 MakeWay = Callable[[Method, Coder, Bucket, tuple[int, int]], Way]
 
@@ -122,7 +104,7 @@ class Chooser:
             self._pass = coder.passes
             self._seen += 1
             self._next(buckets, collective)
-            self._begun = time.perf_counter()
+            self._begun = coder.first_at = time.perf_counter()
         kept = sum(t.nbytes for _, t in self._kept)
         if self._until == 0 and self._seen == _PLAIN and kept < _REHEARSED_BYTES and coder.chosen is None:
             self._kept.append((bucket, flat.clone()))
@@ -138,13 +120,18 @@ class Chooser:
             return
         if coder.chosen is None and self._seen > _PLAIN and not self._until:
             self._predict(buckets, link, collective)
-        elif self._until and self._seen > self._until:
+        elif self._until and self._seen >= self._until:
             self._judge(collective)
         elif coder.chosen is not None and self._seen % _AGAIN == 0:
             self._look(collective)
 
     def _predict(self, buckets: Sequence[Bucket], link: Link, collective: Collective) -> None:
         """Rehearse all candidates and line up the best for trials."""
+        spoilt = any(not bucket.finite(flat) for bucket, flat in self._kept)
+        if _slowest([float(spoilt)], collective)[0]:  # nothing can be learned from these
+            self._kept.clear()
+            self._seen = _PLAIN - 1
+            return
         share = sum(b.numel for b in buckets) / sum(b.numel for b, _ in self._kept)
         exchange = [share * self._rehearse(method, link, collective) for method in self._candidates]
         times = self._times
@@ -238,10 +225,10 @@ class Chooser:
     def _note_times(self) -> None:
         """Of the pass that has ended, and of the step up to now."""
         coder, times = self._coder, self._times
-        if self._begun and coder.launched_at > self._begun:
+        if self._begun:
             times.step.append(time.perf_counter() - self._begun)
             times.exposed.append(coder.waited_s)
-            times.hidden.append(coder.launched_at - self._begun)
+            times.hidden.append(coder.hidden_s)
 
 
 def _middle(values: Sequence[float]) -> float:

@@ -11,15 +11,14 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from paceline.codecs import Codec, Context
 from paceline.codecs.codec import largest_magnitude
-from paceline.core.errors import ConfigError
-from paceline.strategies.reducers.method import Auto, Method
-from paceline.transport.group import Group
+from paceline.strategies.reducers.method import CANDIDATES, Auto, Method
+from paceline.transport.arena import Collective
 
 SMALL = 1024  # elements: fewer travel as they are
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,20 +105,14 @@ class Coder:
         self.returns: dict[str, torch.Tensor] = {}  # of sums that this member has encoded, by part of a parameter
         self.warm: dict[str, torch.Tensor] = {}  # the same on all members: where a low-rank reducer goes on
         self.spoilt = False  # some member's gradient of this pass is not finite
-        self.launched_at = 0.0  # when the last backward pass had ended here
-        self.waited_s = 0.0  # for the exchange, from then on
+        self.first_at = 0.0  # when the first bucket of this pass was taken up
+        self.hidden_s = 0.0  # of the last pass's exchange: while the backward pass ran
+        self.waited_s = 0.0  # and after it
+        self._launched_at = 0.0
         self._rates: dict[int, float] = {}  # learning rates of this pass, by id of the parameter
         self._rate_of: dict[str, float] = {}  # at which a residual was left
         self._unsay: list[Callable[[], object]] = []  # what makes this pass's payloads unsaid
         self._seed = seed
-
-    def agree(self, group: Group) -> None:
-        """Make sure that all members encode alike."""
-        mine = f"{self.asked.words}, feedback={self.feedback}, warmup={self.warmup}"
-        told = [words.decode() for words in group.exchange(mine.encode())]
-        for rank, words in enumerate(told):
-            if words != told[0]:
-                raise ConfigError(f"member 0 encodes with {told[0]} and member {rank} with {words}: give all the same")
 
     def rehearsing(self) -> Coder:
         """One like this that has left nothing unsaid."""
@@ -134,11 +127,12 @@ class Coder:
 
     def launched(self) -> None:
         """The pass has ended here, and its last bucket is on its way."""
-        self.launched_at = time.perf_counter()
+        self._launched_at = time.perf_counter()
 
     def end(self) -> None:
         """All sums are here. What was said in a pass that does not count is unsaid again."""
-        self.waited_s = time.perf_counter() - self.launched_at
+        self.waited_s = time.perf_counter() - self._launched_at
+        self.hidden_s = max(0.0, self._launched_at - self.first_at)
         if self.spoilt:
             for unsay in self._unsay:
                 unsay()
@@ -160,8 +154,10 @@ class Coder:
     def load_common(self, state: dict[str, Any]) -> None:
         self.passes = state["passes"]
         self.warm = {name: q.clone() for name, q in state["warm"].items()}
-        if state["codec"]:
-            self.method = self.chosen = Method.of(state["codec"], state["back"])
+        if state["codec"] and isinstance(self.asked.codec, Auto):
+            chosen = Method.of(state["codec"], state["back"] or None)
+            if chosen.words in [method.words for method in CANDIDATES[self.asked.codec.fidelity]]:
+                self.method = self.chosen = chosen
 
     def state(self) -> dict[str, Any]:
         return {"residuals": self.residuals, "returns": self.returns, "rates": self._rate_of}
@@ -187,14 +183,18 @@ class Coder:
     def residual(self, piece: Piece, rows: int = 1, device: torch.device | None = None) -> torch.Tensor:
         """Of a piece, in units of today's gradients: at half the rate, what was left at the old rate weighs twice."""
         residual = self.residuals.get(piece.name)
-        if residual is None or residual.numel() != rows * piece.of:
+        if residual is None or residual.numel() % piece.of:
             residual = torch.zeros(rows * piece.of, device=device)
-        elif device is not None and residual.device != device:
+        elif residual.numel() != rows * piece.of:  # of another codec: what is unsaid stays, what else it kept does not
+            unsaid = residual[: piece.of]
+            residual = torch.cat([unsaid, unsaid.new_zeros((rows - 1) * piece.of)])
+        if device is not None and residual.device != device:
             residual = residual.to(device)
         self.residuals[piece.name] = residual
-        now, then = self._rates.get(piece.parameter, 0.0), self._rate_of.get(piece.name, 0.0)
-        if now > 0:
-            if then > 0 and now != then:
+        if piece.parameter in self._rates:
+            now = self._rates[piece.parameter]
+            then = self._rate_of.get(piece.name, now)
+            if now > 0 and now != then:
                 residual[: piece.of].mul_(then / now)  # not what else a codec keeps: momentum is in no units of steps
                 for key, part in self.returns.items():
                     if key.rpartition("@")[0] == piece.name:
@@ -246,10 +246,9 @@ class Coder:
             if residual is None or residual.numel() != piece.numel:
                 residual = torch.zeros(piece.numel)
             self.returns[key] = residual = residual.to(x.device)
-        n = codec.encode_into(x, residual, out, self._context(piece, place, "back", None))
-        if residual is not None:
-            self.later(lambda: codec.decode_add(out[:n], residual))
-        return n
+            before = residual.clone()
+            self.later(lambda: residual.copy_(before))  # those whose sum it is have it back
+        return codec.encode_into(x, residual, out, self._context(piece, place, "back", None))
 
     def _context(self, piece: Piece, place: tuple[int, int], way: str, agreed: torch.Tensor | None) -> Context:
         position, size = place
@@ -260,6 +259,12 @@ class Coder:
 
 def _key(piece: Piece) -> str:
     return f"{piece.name}@{piece.start}"
+
+
+class Way(Protocol):
+    """How one bucket becomes its sum over the members."""
+
+    def reduce(self, flat: torch.Tensor, collective: Collective) -> None: ...
 
 
 class Watch:
@@ -274,4 +279,4 @@ class Watch:
         return took
 
 
-__all__ = ["SMALL", "Bucket", "Coder", "Cost", "Piece", "Watch"]
+__all__ = ["SMALL", "Bucket", "Coder", "Cost", "Piece", "Watch", "Way"]

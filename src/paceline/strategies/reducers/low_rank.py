@@ -7,8 +7,9 @@
     gradient ← P Qᵀ;  residual ← M − P Q_iᵀ
 
 Both rounds add, so they go around the ring. Of an a x b matrix (a + b) · rank numbers travel instead of a · b.
-Parameters with one dimension, and those too small to gain, travel as they are, beside P. All members compute P's
-columns and P Qᵀ from the same bits; on processors of unlike kinds the last bits of such products may differ.
+Parameters with one dimension, and those too small to gain, travel as they are, beside P. All members must find the same
+columns and the same P Qᵀ, whatever their processors and threads: columns are made orthonormal by sums that are rounded
+once (`math.fsum`), and P Qᵀ is a sum of products element by element.
 
 [1] T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: Practical Low-Rank Gradient Compression, 2019.
 """
@@ -68,7 +69,7 @@ class Product:
                 flat[piece.at] = torch.nan
         elif self._pieces:
             ps = [
-                torch.linalg.qr(p.view(x.m.shape[0], self._rank).to(flat.device)).Q
+                orthonormal(p.view(x.m.shape[0], self._rank)).to(flat.device)
                 for p, x in zip(torch.split(columns, sizes), matrices)
             ]
             own = [x.m.T @ p for x, p in zip(matrices, ps)]
@@ -88,16 +89,46 @@ class Product:
         m = gradient.view(piece.rows, -1)
         q = self._coder.warm.get(piece.name)
         if q is None or q.shape != (m.shape[1], self._rank):
-            generator = torch.Generator().manual_seed(zlib.crc32(piece.name.encode()))
-            q = torch.randn(m.shape[1], self._rank, generator=generator)
+            q = self._random(piece, m.shape[1])
         return _Matrix(piece, m, q.to(flat.device))
+
+    def _random(self, piece: Piece, columns: int) -> torch.Tensor:
+        """The same on all members."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{piece.name}.{self._coder.passes}".encode()))
+        return torch.randn(columns, self._rank, generator=generator)
 
     def _take(self, x: _Matrix, p: torch.Tensor, q_own: torch.Tensor, q: torch.Tensor, flat: torch.Tensor) -> None:
         if self._feedback:
             x.m.addmm_(p, q_own.T, alpha=-1)
             self._coder.later(lambda: x.m.addmm_(p, q_own.T))
+        total = p[:, :1] * q[:, 0]
+        for i in range(1, self._rank):
+            total += p[:, i : i + 1] * q[:, i]
+        flat[x.piece.at] = total.view(-1).to(flat.dtype)
+        nothing = (q == 0).all(0)  # from such a column nothing would ever come again
+        if bool(nothing.any()):
+            q = torch.where(nothing, self._random(x.piece, q.shape[0]).to(q.device), q)
         self._coder.warm[x.piece.name] = q
-        flat[x.piece.at] = (p @ q.T).view(-1).to(flat.dtype)
+
+
+def orthonormal(p: torch.Tensor) -> torch.Tensor:
+    """The columns of p made orthonormal, one after another; zeros for one that the others before it make up.
+
+    >>> orthonormal(torch.tensor([[3.0, 1.0, 6.0], [4.0, 0.0, 8.0]])).round(decimals=1).tolist()
+    [[0.6, 0.8, 0.0], [0.8, -0.6, 0.0]]
+    """
+    columns = list(p.double().T)
+    for j, column in enumerate(columns):
+        before = math.sqrt(_exact_sum(column * column))
+        for other in columns[:j]:
+            column = column - _exact_sum(column * other) * other
+        norm = math.sqrt(_exact_sum(column * column))
+        columns[j] = column / norm if norm > 1e-6 * before else torch.zeros_like(column)
+    return torch.stack(columns, 1).float()
+
+
+def _exact_sum(values: torch.Tensor) -> float:
+    return math.fsum(values.tolist())
 
 
 def worth(piece: Piece, rank: int) -> bool:

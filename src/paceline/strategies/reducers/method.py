@@ -4,6 +4,8 @@
 'sign(block=1024)'
 >>> Method.of("quantize(4)", back="quantize(8)").words
 'quantize(bits=4, block=256), back=quantize(bits=8, block=256)'
+>>> Method.of("sign, back=quantize(8)").back.words
+'quantize(bits=8, block=256)'
 >>> Method.of("lowrank(4)").words
 'lowrank(rank=4)'
 """
@@ -73,7 +75,9 @@ class Method:
 
     @classmethod
     def of(cls, codec: Codec | LowRank | Auto | str | None, back: Codec | str | None = None) -> Method:
-        """From objects or words; "none" and "" are None."""
+        """From objects or words; "none" and "" are None. Words may name both: "sign, back=sign"."""
+        if isinstance(codec, str) and back is None:
+            codec, _, back = (part.strip() for part in codec.partition(", back="))
         chosen: Any = build(codec, KNOWN, "codec") if isinstance(codec, str) and codec not in ("", "none") else codec
         method = cls(
             chosen if chosen not in ("", "none") else None, None if back in (None, "", "none") else make_codec(back)
@@ -81,6 +85,8 @@ class Method:
         if method.back and (method.codec is None or isinstance(method.codec, LowRank | Auto) or method.codec.rows > 1):
             name = method.codec.words if method.codec else "none"
             raise ConfigError(f"back={method.back.words}: with codec={name} nothing is encoded on the way back")
+        if method.back and method.back.rows > 1:
+            raise ConfigError(f"back={method.back.words}: it is for gradients, not for their sums")
         return method
 
     @property
@@ -95,3 +101,16 @@ class Method:
             return False
         biased = isinstance(self.codec, LowRank) or not self.codec.unbiased
         return biased if feedback is None else feedback
+
+
+_EXACT = (Method(), Method.of("nonzero"))
+_HIGH = (Method.of("cast(bf16)"), Method.of("quantize(8)"), Method.of("quantize(8)", back="quantize(8)"))
+_LOW = (
+    Method.of("quantize(4)", back="quantize(4)"),
+    Method.of("sign"),
+    Method.of("sign", back="sign"),
+    Method.of("topk(0.01, values=int8)"),
+    Method.of("topk(0.01, values=int8)", back="topk(0.02, values=int8)"),
+    Method.of("lowrank(2)"),
+)
+CANDIDATES = {"exact": _EXACT, "high": (*_EXACT, *_HIGH), "low": (*_EXACT, *_HIGH, *_LOW)}

@@ -14,12 +14,11 @@ nothing then, so every member gives it back to its residuals.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from paceline.strategies.reducers.auto import Chooser
-from paceline.strategies.reducers.coder import Bucket, Coder, Piece, Watch
+from paceline.strategies.reducers.coder import Bucket, Coder, Piece, Watch, Way
 from paceline.strategies.reducers.gather import Gather
 from paceline.strategies.reducers.low_rank import Product
 from paceline.strategies.reducers.method import Auto, LowRank, Method
@@ -28,23 +27,20 @@ from paceline.strategies.reducers.two_way import TwoWay
 from paceline.transport.arena import Collective, Reduce
 
 
-class Way(Protocol):
-    """How one bucket becomes its sum over the members."""
-
-    def reduce(self, flat: torch.Tensor, collective: Collective) -> None: ...
-
-
 class Plain:
     """A bucket that travels as it is."""
 
-    def __init__(self, coder: Coder) -> None:
+    def __init__(self, coder: Coder, bucket: Bucket) -> None:
         self._coder = coder
+        self._bucket = bucket
 
     def reduce(self, flat: torch.Tensor, collective: Collective) -> None:
         watch, host = Watch(), flat.to("cpu")
         collective.all_reduce(host)
         if host is not flat:
             flat.copy_(host)
+        if self._coder.method.codec and not self._bucket.finite(host):
+            self._coder.spoilt = True  # what is said beside it counts for nothing
         self._coder.cost.add(0.0, watch.lap(), 0.0, flat.nbytes)
 
 
@@ -52,7 +48,7 @@ def make_way(method: Method, coder: Coder, bucket: Bucket, place: tuple[int, int
     """`place`: this member's position among those that reduce, and how many they are."""
     codec = method.codec
     if codec is None or isinstance(codec, Auto) or not bucket.pieces:
-        return Plain(coder)
+        return Plain(coder, bucket)
     if isinstance(codec, LowRank):
         return Product(codec.rank, coder, bucket, method.feeds(coder.feedback))
     if method.back:
