@@ -230,6 +230,11 @@ def test_a_member_on_another_host_is_elsewhere(tmp_path):
     assert re.search(r"0 +elsewhere .* training, for", lines[2])
 
 
+def test_status_of_a_run_that_was_left_early(tmp_path):
+    Status(tmp_path / "status/rank-0").set("left early")
+    assert re.search(r": left early after .* ago, 1 member", describe(tmp_path)[0])
+
+
 def test_status_of_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "there are no runs in 'runs'" in paceline("status").stderr

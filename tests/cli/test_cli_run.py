@@ -135,19 +135,23 @@ def test_who_failed_is_said_in_one_place_at_the_end():
     assert record.read(Path("runs/x")).exit_code == 1
 
 
-def test_a_member_that_left_with_exit_code_0_is_named():
+@pytest.mark.parametrize("leaver", ["0", "1"])
+@pytest.mark.parametrize("quick", ["0", "1"])
+def test_a_member_that_left_with_exit_code_0_is_named(leaver, quick):
+    """Also where the others notice before its process has ended."""
     source = """
         import os, sys, time
         from paceline.core.errors import Interrupted
-        if os.environ["PACELINE_RANK"] == "1":
+        rank, leaver, quick = os.environ["PACELINE_RANK"], *sys.argv[1:]
+        time.sleep(rank != quick)
+        if rank == leaver:
             sys.exit(0)
-        time.sleep(1)
-        raise Interrupted("member 1 left the run")
+        raise Interrupted(f"member {leaver} left the run")
     """
-    done = run("-n", "2", "--name", "x", write(source))
+    done = run("-n", "2", "--name", "x", write(source), leaver, quick)
     assert done.returncode == 1
-    assert "rank 1 had ended before with exit code 0" in done.stderr
-    assert "runs/x/logs/rank-1.log" in done.stderr
+    assert f"rank {leaver} had left before with exit code 0" in done.stderr
+    assert f"runs/x/logs/rank-{leaver}.log" in done.stderr
 
 
 def test_a_killed_member_is_reported_with_a_hint():

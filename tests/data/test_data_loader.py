@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -212,6 +213,42 @@ def test_a_second_pass_in_an_epoch_is_resumed_where_it_stood() -> None:
     resumed.load_state_dict(first.state_dict())
     resumed.set_epoch(3)
     assert [plain(batch) for batch in resumed] == wanted[2:]
+
+
+def test_an_iteration_that_goes_on_over_the_ends_of_epochs_is_resumed_where_it_stood() -> None:
+    def cycle(loader: Loader) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    notes: list[str] = []
+    loader = Loader(torch.arange(20), batch_size=4, on_note=notes.append)
+    batches, taken, states = cycle(loader), [], []
+    for epoch in range(1, 6):
+        taken += [plain(next(batches)) for _ in range(3)]
+        loader.enter_epoch(epoch)
+        states.append(loader.state_dict())
+    assert len(notes) == 1
+    assert sorted(i for batch in taken[:5] for i in batch) == list(range(20))
+    for done in (2, 3, 4):
+        resumed = Loader(torch.arange(20), batch_size=4)
+        resumed.load_state_dict(states[done - 1])
+        batches, again = cycle(resumed), []
+        for epoch in range(done, 5):
+            if resumed.epoch != epoch:
+                resumed.enter_epoch(epoch)
+            again += [plain(next(batches)) for _ in range(3)]
+        assert again == taken[3 * done :]
+
+
+def test_an_iteration_that_is_left_gives_way_to_the_next_epoch() -> None:
+    loader, plainly = (Loader(torch.arange(20), batch_size=4) for _ in range(2))
+    for epoch in range(3):
+        loader.enter_epoch(epoch)
+        plainly.set_epoch(epoch)
+        kept = iter(loader)  # is still there when the next epoch is entered
+        assert [plain(next(kept)) for _ in range(5)] == [plain(batch) for batch in plainly]
+        loader.enter_epoch(epoch + 1)
+        assert loader.state_dict()["consumed"] == 0
 
 
 def test_an_evaluation_loader_always_starts_over() -> None:

@@ -10,9 +10,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.core.settings import Settings
+from paceline.strategies.replicas import names_of
 from paceline.testing.cluster import Cluster, Finished
+from paceline.train.groups import SavedOptimizer
 
 # Everything that a resumed run could get wrong: dropout, a random transform, a scheduler stepped after the optimizer,
 # momentum, buffers, an uneven last batch, an average kept by the user's own code.
@@ -249,6 +252,10 @@ generator = torch.Generator().manual_seed(1)
 inputs, targets = torch.randn(80, 8, generator=generator), torch.randint(4, (80,), generator=generator)
 data = torch.utils.data.TensorDataset(inputs, targets)
 loader, other = run.loader(data, 4), run.loader(data, 8, shuffle=False)
+def cycle(batches):
+    while True: yield from batches
+more = cycle(run.loader(data, 6))  # seven batches, and ten steps of an epoch
+if mode == "kept": pictures = iter(other); next(pictures)
 for epoch in run.epochs(3):
     if mode == "unfreeze" and epoch == 1:
         body.requires_grad_(True)
@@ -256,7 +263,9 @@ for epoch in run.epochs(3):
     for i, (x, y) in enumerate(loader):
         last = mode != "accumulate" or (i + 1) % 4 == 0 or i + 1 == len(loader)
         with contextlib.nullcontext() if last else run.accumulate():
-            F.cross_entropy(model(x), y).backward()
+            loss = F.cross_entropy(model(x), y)
+            if mode == "cycle": u, v = next(more); loss = loss + F.cross_entropy(model(u), v)
+            loss.backward()
         if not last: continue
         optimizer.step(); optimizer.zero_grad()
         if mode == "evaluate":
@@ -269,11 +278,24 @@ print("ENDS", optimizer.param_groups[0]["lr"], hashlib.sha256(b"".join(
 """
 
 
-@pytest.mark.parametrize(("mode", "kill"), [("unfreeze", 25), ("evaluate", 14), ("accumulate", 5)])
+@pytest.mark.parametrize(
+    ("mode", "kill"), [("unfreeze", 25), ("evaluate", 14), ("accumulate", 5), ("kept", 5), ("cycle", 13), ("cycle", 21)]
+)
 def test_loops_as_people_write_them_resume_exactly(tmp_path: Path, mode: str, kill: int) -> None:
-    """Layers unfrozen on the way; an evaluation within the loop body; the last, shorter window of an accumulation."""
+    """Layers unfrozen on the way; an evaluation within the loop body; the last, shorter window of an accumulation; an
+    iterator that is kept, and one that goes on from epoch to epoch."""
     whole = words(Cluster(2).run(LOOPS, [mode, "-1"], settings=Settings(root=str(tmp_path), name="whole")), "ENDS")
     settings = Settings(root=str(tmp_path), name="run")
     assert any(member.code == -9 for member in Cluster(2).run(LOOPS, [mode, str(kill)], settings=settings))
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert words(Cluster(2).run(LOOPS, [mode, "-1"], settings=settings), "ENDS") == whole
+
+
+def test_loading_an_optimizer_names_the_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(5)])
+    saved = SavedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, print)
+    state = saved.state_dict()
+    calls = []
+    monkeypatch.setattr("paceline.train.groups.names_of", lambda model: calls.append(model) or names_of(model))
+    saved.load_state_dict(state)
+    assert len(calls) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.core import status
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.testing.cluster import Cluster
+from paceline.train.outermost import PATIENCE
 
 
 @pytest.fixture
@@ -127,6 +130,65 @@ def test_evaluate_and_metric_count_each_sample_once(tmp_path: Path) -> None:
     for member in Cluster(3).run(script):
         assert member.code == 0, member.output
         assert "fine" in member.output
+
+
+def warnings_of(run: Any) -> list[str]:
+    lines = [json.loads(line) for line in (run.dir / "events" / "rank-0.jsonl").read_text().splitlines()]
+    return [line["message"] for line in lines if line["kind"] == "warning"]
+
+
+@pytest.mark.parametrize("over_the_end", [False, True])
+def test_gradients_that_a_checkpoint_does_not_hold_are_told(run: Any, over_the_end: bool) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader, count = run.loader(data(), batch_size=8), 0  # five batches, windows of two
+    for _ in run.epochs(3):
+        for i, (x, y) in enumerate(loader):
+            count += 1
+            last = count % 2 == 0 or (i + 1 == len(loader) and not over_the_end)
+            with contextlib.nullcontext() if last else run.accumulate():
+                F.cross_entropy(model(x), y).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+                count = 0
+    assert len(warnings_of(run)) == over_the_end
+    assert all("run.accumulate() keeps are not in the checkpoint" in text for text in warnings_of(run))
+
+
+def test_what_a_checkpoint_trains_unlike_the_script_is_named(tmp_path: Path) -> None:
+    told = []
+    for frozen in (None, 0, 0):
+        with paceline.join(root=str(tmp_path), name="run", progress="off") as run:
+            model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 3))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            if frozen is not None:
+                model[frozen].requires_grad_(False)
+            for _ in run.epochs(len(told) + 1):
+                assert model[0].weight.requires_grad == (len(told) < 2)
+                model[0].requires_grad_(frozen is None)
+        told.append(warnings_of(run))
+    assert told[0] == []
+    assert len(told[1]) == 1, "the third start finds what it wants"
+    assert told[1] == told[2]
+    assert told[1][0].startswith("0.weight, 0.bias: trained as in the checkpoint")
+
+
+def test_a_checkpoint_waits_for_an_iterator_that_is_kept_but_not_for_ever(tmp_path: Path) -> None:
+    with paceline.join(root=str(tmp_path), name="run", progress="off", checkpoint_every_s=1e-9) as run:
+        model = nn.Linear(5, 3)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        loader, other = run.loader(data(PATIENCE + 20), batch_size=1), run.loader(data(), batch_size=8)
+        for _ in run.epochs(1):
+            kept = iter(other)
+            next(kept)
+            for step, (x, y) in enumerate(loader):
+                assert (run._saver._pending is not None) == (step >= PATIENCE)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        assert len(warnings_of(run)) == 1
+        assert "checkpoints do not wait for it any longer" in warnings_of(run)[0]
 
 
 def test_events_summary_and_report_are_written(tmp_path: Path) -> None:
@@ -261,3 +323,72 @@ def test_joins_in_a_notebook_cell_again_and_again(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=60, check=False)
     assert "ended 0 1" in ended.stdout, ended.stderr
     assert len([path for path in tmp_path.iterdir() if path.name.startswith("notebook")]) == 2
+
+
+def test_an_evaluation_refuses_what_it_decides_itself(run: Any) -> None:
+    for name, value in {"shuffle": True, "seed": 1, "pad": True, "rank": 0}.items():
+        with pytest.raises(ConfigError, match=rf"run\.evaluate\(\.\.\., {name}=\.\.\.\): .*leave (it|{name}) out"):
+            run.evaluate(lambda x, y: {}, data(), **{name: value})
+    with pytest.raises(ConfigError, match=r"run\.loader\(\.\.\., rank="):
+        run.loader(data(), 4, rank=0)
+
+
+@pytest.mark.parametrize("samples", [8, 9])
+def test_batches_for_training_that_are_drawn_without_gradients_are_warned_of(samples: int) -> None:
+    def script() -> None:
+        import sys
+
+        import torch
+
+        import paceline
+
+        run = paceline.join(progress="off")
+        model = torch.nn.Linear(1, 1)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        loader = run.loader(torch.ones(int(sys.argv[1]), 1), batch_size=4)
+
+        @torch.no_grad()
+        def scaled():  # type: ignore[no-untyped-def]
+            for x in loader:
+                yield 2 * x
+
+        for _ in range(2):
+            for x in scaled():
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+
+    for rank, member in enumerate(Cluster(2).run(script, [str(samples)])):
+        assert member.code == 0, member.output
+        warning = f"member {rank}: a batch that is not full was drawn under torch.no_grad()"
+        assert member.output.count(warning) == (samples == 9)
+
+
+LEAVES = """
+    import os, sys
+    import torch, paceline
+    run = paceline.join()
+    model = torch.nn.Linear(1, 1)
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    def train():
+        for epoch in run.epochs(3):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            if sys.argv[1] == "break" and epoch: break
+            if sys.argv[1] == "exit" and epoch: sys.exit(0)
+            if sys.argv[1] == "close" and epoch: run.close(); return
+    train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome"), [("end", "finished"), ("break", "left early"), ("exit", "left early"), ("close", "left early")]
+)
+def test_a_script_that_ends_in_the_middle_has_not_finished(tmp_path: Path, how: str, outcome: str) -> None:
+    (member,) = Cluster(1).run(LEAVES, [how], settings=Settings(root=str(tmp_path), name="run"))
+    assert member.code == 0, member.output
+    end = json.loads((tmp_path / "run" / "events" / "rank-0.jsonl").read_text().splitlines()[-1])
+    assert (end["kind"], end["outcome"]) == ("end", outcome)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == outcome
+    assert status.read(tmp_path / "run" / "status" / "rank-0", 0).what == outcome
+    assert member.output.count(f"{outcome}  2 steps" if outcome == "left early" else "finished  3 steps") == 1

@@ -34,10 +34,10 @@ def failure(outcome: Outcome, first: Ended, logs: dict[int, Path]) -> str:
     lines.append(f"  its whole output: {logs[first.rank]}")
     if first.followed:  # nobody failed before it: somebody left
         for ended in others:
-            if ended.code == 0 and not ended.asked and ended.at < first.at:
+            if ended.code == 0 and not ended.asked:  # when does not matter: it may have written a report after it left
                 lines.append(
-                    f"  rank {ended.rank} had ended before with exit code 0, in the middle of the run: does its script "
-                    f"leave early? ({logs[ended.rank]})"
+                    f"  rank {ended.rank} had left before with exit code 0, in the middle of the run: does its script "
+                    f"end early? ({logs[ended.rank]})"
                 )
     for ended in others:
         if ended.failed:

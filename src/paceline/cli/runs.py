@@ -128,6 +128,8 @@ def _without_launcher(known: Known) -> str:
     said = [doing for doing in known.said if doing]
     if any(doing.what.startswith("failed") for doing in said):
         how = "failed"
+    elif any(doing.what == "left early" for doing in said):
+        how = "left early"
     elif all(doing.what == "finished" for doing in said):
         how = "finished"
     elif "elsewhere" in known.states:

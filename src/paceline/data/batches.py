@@ -29,7 +29,7 @@ class Batches:
     """The batches of one epoch from one point on. An iterator; `close` ends it early."""
 
     def __init__(self, loader: Loader, feed: Feed) -> None:
-        self._loader, self._feed, self._reader = loader, feed, feed.reader
+        self._loader, self.feed, self._reader = loader, feed, feed.reader
         device = loader.device
         self._here = Here(device) if device is not None and device.type != "cpu" else None
         self._ahead = Ahead(device) if self._here and device is not None and device.type == "cuda" else None
@@ -54,24 +54,23 @@ class Batches:
             raise StopIteration
         loader = self._loader
         try:
-            if loader.before:
-                loader.before()
+            loader.asked(self.feed)
             start = perf_counter()
             item = self._next_item()
             took = perf_counter() - start
             loader.wait_s += took
             if not self._in_background and item is not None:
                 self._consider(took)
-            batch, real = self._feed.take(item)
+            batch, real = self.feed.take(item)
         except StopIteration:
             self.close()
-            loader.ended(self._feed)
+            loader.ended(self.feed)
             raise
         except BaseException:
             self.close()
             raise
         self._drawn = True
-        loader.handed_out(self._feed, real)
+        loader.handed_out(self.feed, real)
         return batch
 
     def close(self) -> None:

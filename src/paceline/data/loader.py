@@ -8,6 +8,9 @@ Iterating a second time in one epoch is another pass, with an order of its own. 
 first pass goes on where the saved one stood, so a pass that was over when it was saved gives nothing more: the
 script that is run again finds done what was done. A loader without `pad` is for evaluation: its members need
 not be at the same place, so it has no place to save, and always starts over.
+
+An epoch of the run begins a new iteration. One that is kept instead, and asked again in a later epoch, takes its
+place in the loader back, and from then on iterations over this loader keep theirs over the ends of epochs.
 """
 
 from __future__ import annotations
@@ -115,6 +118,9 @@ class Loader:
         self._left: tuple[tuple[int, int], int | None] | None = None  # batches of the resumed pass of an epoch
         self._feed: Feed | None = None  # the newest iteration's
         self._begun = False
+        self._earlier: tuple[Feed, int, int] | None = None  # the newest of an earlier epoch, its epoch and pass
+        self._goes_on = False  # iterations are known to go on over the ends of epochs
+        self._coming: int | None = None  # the epoch of the next iteration, while one of an earlier epoch goes on
         self._live: weakref.WeakSet[Batches] = weakref.WeakSet()
         if workers and self.source.in_memory:
             self.workers = 0
@@ -147,9 +153,11 @@ class Loader:
         return any(batches.active for batches in self._live)
 
     def __iter__(self) -> Batches:
+        if self._coming is not None and (self._feed or not self._start()):
+            self.set_epoch(self._coming)
         if self._begun:
             self._pass, self._begun = self._pass + 1, False
-        self._feed = self.source.begin(self._pass_seed(), self.epoch, self._start())
+        self._feed, self._earlier = self.source.begin(self._pass_seed(), self.epoch, self._start()), None
         batches = Batches(self, self._feed)
         self._live.add(batches)
         return batches
@@ -159,14 +167,30 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration the first of `epoch`; a loaded state of the same epoch still decides where."""
-        self.epoch, self._begun, self._feed = epoch, False, None
+        if self._feed:
+            self._earlier = self._feed, self.epoch, self._pass
+        self.epoch, self._begun, self._feed, self._coming = epoch, False, None, None
         self._pass = self._loaded["pass"] if self._loaded.get("epoch") == epoch else 0
+
+    def enter_epoch(self, epoch: int) -> None:
+        """As `set_epoch`, but an iteration that will go on keeps its place until it is over."""
+        if self._goes_on and self._under_way():
+            self._coming = epoch
+        else:
+            self.set_epoch(epoch)
+
+    def _under_way(self) -> bool:
+        """Whether the newest iteration, or the one that a loaded state stands in, may give more."""
+        if self._feed is None:
+            return bool(self._start())
+        return any(batches.active and batches.feed is self._feed for batches in self._live)
 
     def state_dict(self) -> dict[str, Any]:
         """How far the user has come, in plain numbers and words; the same on all members."""
         body = self._feed.state() if self._feed and self.terms.pad else self._start()
         where = {"epoch": self.epoch, "pass": self._pass, "seed": self.seed}
-        return {"consumed": 0} | body | where | self._fingerprint()
+        goes_on = {"goes_on": True} if self._goes_on else {}
+        return {"consumed": 0} | body | where | goes_on | self._fingerprint()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that was saved by any number of members."""
@@ -178,6 +202,7 @@ class Loader:
                 )
         self.seed, self._loaded = state["seed"], dict(state) if self.terms.pad else {}
         self.set_epoch(state["epoch"])
+        self._earlier, self._goes_on = None, state.get("goes_on", False)
 
     def close(self) -> None:
         """End all iterations and whatever fetches for them."""
@@ -189,6 +214,19 @@ class Loader:
         if self._on_note and text not in self._noted:
             self._noted.add(text)
             self._on_note(text)
+
+    def asked(self, feed: Feed) -> None:
+        """Called by an iteration when the user asks for a batch."""
+        if self._feed is None and self._earlier and self._earlier[0] is feed and self.terms.pad:
+            self._coming = self.epoch
+            self._feed, self.epoch, self._pass = self._earlier
+            self._begun = self._goes_on = True
+            self.note(
+                "an iteration over a loader goes on from one epoch into the next: the checkpoint between these two "
+                "does not hold its place, those from here on do"
+            )
+        if self.before:
+            self.before()
 
     def handed_out(self, feed: Feed, real: int) -> None:
         """Called by an iteration for each batch, in the consumer's thread."""

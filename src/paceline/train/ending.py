@@ -27,6 +27,7 @@ class Ending:
     def __init__(self, *, directory: Path, script: str, events: Events, status: Status, first: bool, host: str) -> None:
         self.script = script
         self.start: Event | None = None  # the event with which training began
+        self.left_early = False  # the script left its last loop over epochs before the end, but not by an exception
         self._directory = directory
         self._events = events
         self._status = status
@@ -67,15 +68,20 @@ class Ending:
             last = dict(finish())
             self._say(last)
         finally:
-            self._status.set(f"failed: {self._failure}" if self._failure else "finished")
+            self._status.set(f"failed: {self._failure}" if self._failure else self._outcome)
             for closer in self._closers:
                 closer()
 
+    @property
+    def _outcome(self) -> str:
+        if self._failure:
+            return "failed"
+        return "left early" if self.left_early else "finished"
+
     def _say(self, last: dict[str, Any]) -> None:
-        outcome = "failed" if self._failure else "finished"
         members = self._members or [{**last, "host": self._host}]
         end: Event = {
-            "outcome": outcome,
+            "outcome": self._outcome,
             "step": last.get("step", 0),
             "seconds": time.monotonic() - self._began,
             "members": members,
@@ -95,7 +101,7 @@ class Ending:
         except OSError as error:  # a full disk at the very end takes nothing from the training
             print(f"paceline: the report could not be written: {error}", file=sys.stderr)
             report = None
-        if outcome == "finished":
+        if not self._failure:
             print_summary(summary)
             if report:
                 print(f"report: {report}", file=sys.stderr)

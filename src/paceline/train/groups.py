@@ -3,11 +3,13 @@
 A script may add a parameter group in the middle of a run (gradual unfreezing). When that run is resumed, the script
 starts with the groups of its beginning, and the epoch in which it added one may not come again: the groups that are
 missing are added from the checkpoint. If the script then adds the same parameters once more, that is the same group.
-Which parameters are trained (`requires_grad`) comes back too, for the same reason.
+Which parameters are trained (`requires_grad`) comes back too, for the same reason, with a warning where the script has
+set it otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ from paceline.train.optimizer import restored
 class SavedOptimizer:
     """`state_dict` and `load_state_dict` of an optimizer whose number of groups may have changed."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, warn: Callable[[str], None]) -> None:
         self._optimizer = optimizer
         self._model = model
+        self._warn = warn
 
     def state_dict(self) -> dict[str, Any]:
         names = names_of(self._model)
@@ -32,10 +35,10 @@ class SavedOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         groups = self._optimizer.param_groups
-        by_name = {name: p for p in self._model.parameters() if (name := names_of(self._model).get(id(p)))}
+        named = names_of(self._model)
+        by_name = {named[id(p)]: p for p in self._model.parameters()}
         if "trained" in state:
-            for name, p in by_name.items():
-                p.requires_grad_(name in state["trained"])
+            self._set_trained(by_name, set(state["trained"]))
         for names, saved in list(zip(state.get("names", ()), state["param_groups"]))[len(groups) :]:
             if missing := [name for name in names if name not in by_name]:
                 raise ConfigError(
@@ -48,3 +51,16 @@ class SavedOptimizer:
             self._optimizer.add_param_group({"params": given, **options})
             restored(self._optimizer).append({id(p) for p in parameters})
         self._optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+    def _set_trained(self, by_name: dict[str, torch.nn.Parameter], trained: set[str]) -> None:
+        for train, done in (True, "trained"), (False, "frozen"):
+            changed = [n for n, p in by_name.items() if (n in trained) is train and p.requires_grad is not train]
+            for name in changed:
+                by_name[name].requires_grad_(train)
+            if changed:
+                more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+                self._warn(
+                    f"{', '.join(changed[:5])}{more}: {done} as in the checkpoint, not as this script has set it "
+                    "before run.epochs. To change what is trained in a run that is resumed, set requires_grad within "
+                    "the loop over run.epochs"
+                )

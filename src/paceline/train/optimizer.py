@@ -20,7 +20,7 @@ class StepObserver(Protocol):
 
     def allow_step(self, optimizer: torch.optim.Optimizer) -> bool: ...
     def after_step(self, optimizer: torch.optim.Optimizer, applied: bool) -> None: ...
-    def cleared(self) -> None: ...
+    def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
     def group_added(self, optimizer: torch.optim.Optimizer) -> None: ...
 
 
@@ -92,7 +92,7 @@ def _subclass(kind: type) -> type:
         observer.after_step(self, applied)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        self._paceline.cleared()
+        self._paceline.cleared(self)
         kind.zero_grad(self, set_to_none)  # type: ignore[attr-defined]
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:

@@ -107,7 +107,8 @@ def _end_so_far(history: History) -> Event:
 
 
 def _header(history: History, start: Event, summary: Summary, title: str) -> str:
-    outcome = summary.outcome if summary.outcome in ("finished", "failed", "stopped") else "unfinished"
+    known = ("finished", "failed", "stopped", "left early")
+    outcome = summary.outcome if summary.outcome in known else "unfinished"
     hosts = len({m.host for m in summary.members if m.host})
     facts = [clean(start.get(key), 200) for key in ("strategy",) if start.get(key)]
     facts.append(figures.members(summary.size) + (f" on {hosts} hosts" if hosts > 1 else ""))
@@ -117,7 +118,8 @@ def _header(history: History, start: Event, summary: Summary, title: str) -> str
     if resumed := history.resumed_steps:
         facts.append("resumed at step " + ", ".join(f"{s:,}" for s in resumed[-5:]))
     said = html.escape(" · ".join(facts))
-    badge = f'<span class="badge {outcome}">{outcome}</span>'
+    kind = outcome.replace(" ", "-")
+    badge = f'<span class="badge {kind}">{outcome}</span>'
     return f'<header><h1>{title}</h1>{badge}<p class="facts">{said}</p></header>'
 
 

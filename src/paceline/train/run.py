@@ -25,7 +25,9 @@ from paceline.train.ending import Ending
 from paceline.train.groups import SavedOptimizer
 from paceline.train.meter import Meter
 from paceline.train.optimizer import adopt
+from paceline.train.outermost import Outermost
 from paceline.train.saving import Saver, Stateful
+from paceline.train.window import Window
 from paceline.transport.group import Group
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -84,7 +86,8 @@ class Run:
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
         self._in_epochs = self._began = False
-        self._driving: Loader | None = None  # whose loop is the outermost
+        self._outermost = Outermost(self._warn)
+        self._window = Window(self._warn)
         self._save_next = False  # a step has ended since all members agreed to save
         self._epoch_step = 0  # steps before the epoch under way
 
@@ -103,7 +106,7 @@ class Run:
             self._models.append(model)
             self._saver.add(f"model.{len(self._models) - 1}", model)
         self._optimizers.append(optimizer)
-        self._saver.add(f"optimizer.{len(self._optimizers) - 1}", SavedOptimizer(optimizer, model))
+        self._saver.add(f"optimizer.{len(self._optimizers) - 1}", SavedOptimizer(optimizer, model, self._warn))
         self._status.set("ready")
         return optimizer
 
@@ -112,11 +115,7 @@ class Run:
 
         `batch_size` is per member. For the options see `paceline.data.Loader`.
         """
-        for name in ("rank", "size", "device"):
-            if name in options:
-                raise ConfigError(
-                    f"run.loader(..., {name}=...): the run gives each loader its own {name}; leave it out"
-                )
+        _refuse_given("run.loader", options)
         loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -170,6 +169,7 @@ class Run:
     def accumulate(self) -> Iterator[None]:
         """Backward passes inside keep their gradients here; the next one outside sends the sum."""
         before, self._world.accumulating = self._world.accumulating, True
+        self._window.open = True
         try:
             yield
         finally:
@@ -187,12 +187,14 @@ class Run:
         `measure(*batch)` returns names and values: one per sample, or the mean of the batch. Models are in evaluation
         mode and no gradients are kept. Everyone gets the result; it is written to the events as metrics.
         """
-        self._status.set("evaluating")
-        for name in ("rank", "size", "device"):
+        _refuse_given("run.evaluate", options)
+        for name in ("shuffle", "seed", "pad"):
             if name in options:
                 raise ConfigError(
-                    f"run.loader(..., {name}=...): the run gives each loader its own {name}; leave it out"
+                    f"run.evaluate(..., {name}=...): every sample is visited once, in order and without fillers; leave "
+                    f"{name} out, or loop over run.loader(..., {name}=...) under torch.no_grad()"
                 )
+        self._status.set("evaluating")
         loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -266,14 +268,16 @@ class Run:
         return self._strategy.finish(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, applied: bool) -> None:
+        self._window.open = False
         if optimizer is self._optimizers[0]:
             self._meter.after_step(applied)
             self._save_next = self._save_next or self._world.granted or (self.size == 1 and self._world.wish)
             self._world.granted = False
             self._world.wish = self._saver.due
 
-    def cleared(self) -> None:
-        self._strategy.cleared()
+    def cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        self._window.open = False
+        self._strategy.cleared(optimizer)
 
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
         self._strategy.extend(optimizer)
@@ -306,7 +310,8 @@ class Run:
         steps = None
         for loader in self._loaders:
             if loader.epoch != epoch:  # a resumed loader stands in the middle of this epoch already
-                loader.set_epoch(epoch)
+                loader.enter_epoch(epoch)
+        self._outermost.enter_epoch()
         with contextlib.suppress(TypeError):
             steps = self._loaders[0].whole if self._loaders else None
         self._status.set("training")
@@ -317,27 +322,25 @@ class Run:
         for name, value in metrics.weighted_means(self.group, self._meter.end_epoch()).items():
             self._tell_metric(f"epoch/{name}", value)
         for loader in self._loaders:
-            loader.set_epoch(epoch + 1)
+            loader.enter_epoch(epoch + 1)
         self._epoch_step = self._meter.step
         if self._saver.enabled:
             self._save(epoch + 1)
         self._world.granted = self._world.wish = self._save_next = False
 
     def _between_steps(self, loader: Loader) -> None:
-        """The loop asks for its next batch: nothing of the last step is left undone.
-
-        A loop within the loop (an evaluation) is in the middle of a step: only the outermost loader's asking counts.
-        """
+        """A loop asks for its next batch: nothing of the last step is left undone, if it is the outermost one."""
         self._strategy.cleared()
-        if self._driving is None or not self._driving.active:
-            self._driving = loader
-        if self._save_next and self._in_epochs and loader is self._driving:
+        if not self._in_epochs:
+            return
+        if self._outermost.asks(loader, self._meter.step, due=self._save_next) and self._save_next:
             self._save_next = self._world.wish = False
             self._save(self._meter.epoch)
 
     def _save(self, epoch: int) -> None:
         if not self._saver.enabled:
             raise ConfigError("this run writes no checkpoints: checkpoint_keep is 0")
+        self._window.before_checkpoint(self._optimizers)
         before = self._status.what
         self._status.set("checkpointing")
         self._saver.save(self._meter.step, epoch, self._epoch_step)
@@ -346,6 +349,8 @@ class Run:
     def _drawn(self, real: int, nominal: int) -> None:
         if torch.is_grad_enabled():  # a loop that only looks at a data set must not weigh in
             self._tally.add(real, nominal)
+        elif real != nominal:
+            self._tally.passed_over = True
 
     def _agree(self, value: int) -> list[int]:
         return [int(t) for t in self.group.all_gather(torch.tensor([value]))]
@@ -364,9 +369,11 @@ class Run:
         return {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
 
     def _finish(self) -> Mapping[str, Any]:
+        self._ending.left_early = self._in_epochs
         self._saver.close()
+        totals = self._totals()
         self._strategy.close()
-        return {"step": self._meter.step, **self._totals()}
+        return {"step": self._meter.step, **totals}
 
     def _tell_metric(self, name: str, value: float) -> None:
         self._events.emit("metric", name=name, value=value, step=self._meter.step, epoch=self._meter.epoch)
@@ -381,3 +388,9 @@ class Run:
                 "a learning-rate scheduler drives this optimizer but is not saved: "
                 "add run.track(scheduler=scheduler) so that a resumed run continues its schedule"
             )
+
+
+def _refuse_given(call: str, options: Mapping[str, Any]) -> None:
+    for name in ("rank", "size", "device"):
+        if name in options:
+            raise ConfigError(f"{call}(..., {name}=...): the run gives each loader its own {name}; leave it out")

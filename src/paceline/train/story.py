@@ -111,7 +111,7 @@ def happening(event: Event, pace: Pace) -> str:
         return f"warning: checkpoint not written: {figures.clean(event.get('reason'), 2000)}"
     if kind == "warning":
         return f"warning: {figures.clean(event.get('message'), 2000)}"
-    if kind == "end" and event.get("outcome") != "finished":  # a run that finished ends with its summary
+    if kind == "end" and event.get("outcome") not in ("finished", "left early"):  # these end with the summary
         seconds = figures.duration(event.get("seconds", pace.elapsed_s()))
         outcome = figures.clean(event.get("outcome") or "ended")
         return f"{outcome}  step {event.get('step', pace.step)}  after {seconds}"

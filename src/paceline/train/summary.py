@@ -204,7 +204,7 @@ def print_summary(summary: Summary, stream: IO[str] | None = None) -> None:
         return
 
 
-_OUTCOMES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
+_OUTCOMES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "left early": "bold yellow"}
 
 
 def _cells(first: str, host: list[Text], part: Share | Summary) -> list[str | Text]:
