@@ -267,6 +267,22 @@ def test_dgc_keeps_the_momentum_itself(momentum: dict[str, float]) -> None:
         together(2, body)
 
 
+def test_small_parameters_may_have_momentum_beside_dgc() -> None:
+    def body(group: Group) -> bool:
+        model = nn.Linear(100, 40)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "momentum": 0.9}]
+        optimizer, strategy = torch.optim.SGD(groups, lr=0.1), AllReduce(codec="dgc(0.01)")
+        strategy.attach(model, optimizer, World(group))
+        model(torch.ones(1, 100)).sum().backward()
+        assert strategy.finish(optimizer)
+        optimizer.param_groups[0]["momentum"] = 0.9  # as a scheduler may
+        with pytest.raises(ConfigError, match="dgc keeps"):
+            strategy.finish(optimizer)
+        return True
+
+    assert all(together(2, body))
+
+
 class Loop:
     """A collective of one member that gives back what the test puts in its place."""
 

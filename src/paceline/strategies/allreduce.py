@@ -26,6 +26,7 @@ from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.strategies.engine import Engine
 from paceline.strategies.reducers import Auto, Coder, LowRank, Method
+from paceline.strategies.reducers.coder import SMALL
 from paceline.strategies.strategy import World
 
 
@@ -115,9 +116,10 @@ class AllReduce:
     def _check_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         if getattr(self.method.codec, "momentum", 0.0):
             for group in optimizer.param_groups:
-                if group.get("momentum") or "betas" in group:
+                if (group.get("momentum") or "betas" in group) and any(p.numel() >= SMALL for p in group["params"]):
                     raise ConfigError(
-                        f"{self.method.words}: dgc keeps the momentum itself. Use torch.optim.SGD with momentum=0"
+                        f"{self.method.words}: dgc keeps the momentum itself. Use torch.optim.SGD with momentum=0; "
+                        f"parameters of fewer than {SMALL} elements may have a group of their own with momentum"
                     )
 
     def _coder(self, world: World) -> Coder | None:
