@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench import workers
-from bench._network_worker import Exchange, fashion_cnn
+from bench._network_worker import Exchange, fashion_cnn, sgd
 from bench.team import Team
 
 FOLDER = Path(os.environ.get("BENCH_DATA", "/usr/share/datasets/fashion-mnist"))
@@ -66,7 +66,7 @@ class Training:
     def __init__(self, side: dict[str, str], lr: float, seed: int, total: int) -> None:
         torch.manual_seed(seed)
         self.model = fashion_cnn().to(DEVICE)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        self.optimizer = sgd(self.model, side, lr)
         self.exchange = Exchange(self.model, self.optimizer, side)
         self.lr, self.seed, self.total, self.done = lr, seed, total, 0
 

@@ -165,6 +165,14 @@ def gradients(task: str) -> list[dict[str, Tensor]]:
     return found
 
 
+def sgd(model: nn.Module, side: dict[str, str], lr: float) -> torch.optim.Optimizer:
+    """SGD with momentum 0.9; with dgc, which keeps the momentum itself, only for parameters that it does not encode."""
+    kept = 0.0 if side.get("codec", "").startswith("dgc") else 0.9
+    parameters = list(model.parameters())
+    large, small = [p for p in parameters if p.numel() >= 1024], [p for p in parameters if p.numel() < 1024]
+    return torch.optim.SGD([{"params": large, "momentum": kept}, {"params": small, "momentum": 0.9}], lr=lr)
+
+
 class Exchange:
     """How one model's gradients become the members' mean."""
 
@@ -258,7 +266,7 @@ def connect(described: list[str]) -> None:
 def make(name: str, task: str, side: dict[str, str], compute: dict[str, Any]) -> None:
     torch.manual_seed(1)
     model = Emulated(TASKS[task].make(), msgspec.convert(compute, Compute), gradients(task))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = sgd(model, side, lr=1e-3)
     _loops[name] = Loop(model, optimizer, Exchange(model, optimizer, side))
 
 

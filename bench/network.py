@@ -42,7 +42,7 @@ CODECS = (
     "sign, back=sign",
     "topk(0.01, values=int8)",
     "topk(0.01, values=int8), back=topk(0.02, values=int8)",
-    "threshold(density=0.01)",
+    "dgc(0.01, values=int8)",
     "lowrank(2)",
     "auto",
 )
