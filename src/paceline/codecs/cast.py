@@ -67,7 +67,7 @@ class Cast:
         place = out[head:size]
         # What fits no more stands at the edge, so that sums over the members fit too: an infinity would spoil them.
         most = self._largest
-        if self.adds_as and context.size > 1:
+        if self.to == "fp16" and context.size > 1:  # where others do not fit, float32 would not either
             most = float(np.float32(most / context.size * (1 - 2 * self._relative)))
         if fused(x):
             from paceline.codecs.kernels import casting

@@ -114,8 +114,9 @@ class Product:
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
     """The columns of p made orthonormal, one after another; zeros for one that the others before it make up.
 
-    >>> orthonormal(torch.tensor([[3.0, 1.0, 6.0], [4.0, 0.0, 8.0]])).round(decimals=1).tolist()
-    [[0.6, 0.8, 0.0], [0.8, -0.6, 0.0]]
+    >>> orthonormal(torch.tensor([[3.0, 1.0, 6.0], [4.0, 0.0, 8.0]]))
+    tensor([[ 0.6000,  0.8000,  0.0000],
+            [ 0.8000, -0.6000,  0.0000]])
     """
     columns = list(p.double().T)
     for j, column in enumerate(columns):
