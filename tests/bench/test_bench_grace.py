@@ -93,12 +93,13 @@ def test_messages_are_as_long_as_those_of_all_reduce(words: str) -> None:
 
 def test_copies_have_the_gradients_that_each_has_alone() -> None:
     rows = torch.stack([model.initial(0), model.initial(1)])
-    x, labels = torch.randn(2, 4, 32, 32, model.CHANNELS_IN), torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+    x = torch.randn(2, 4, 32, 32, model.CHANNELS_IN, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
     _, both = model.gradients(rows, x, labels, model.running_of(2, CPU), model.conv_norm)
     for i in range(2):
         at = slice(i, i + 1)
         _, alone = model.gradients(rows[at], x[at], labels[at], model.running_of(1, CPU), model.conv_norm)
-        assert torch.allclose(both[at], alone, atol=1e-4)
+        assert float((both[at] - alone).norm() / alone.norm()) < 1e-3  # single ones may be far off: a ReLU flips
 
 
 def test_no_data_is_told_of(tmp_path: Path) -> None:
