@@ -249,3 +249,16 @@ def test_settings_that_cannot_be_are_refused(words: str, message: str) -> None:
 
 def test_the_table_is_whole() -> None:
     assert {w.partition("(")[0] for w in WORDS} == set(CODECS)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_what_is_no_flat_float32_is_refused(words: str) -> None:
+    codec = make_codec(words)
+    room = torch.empty(codec.nbytes(64) + 64, dtype=torch.uint8)
+    flat = torch.ones(64)
+    for wrong in torch.arange(64), flat.bool(), flat.double(), flat.bfloat16(), flat.view(8, 8), torch.ones(128)[::2]:
+        with pytest.raises(ConfigError, match="flat, contiguous float32"):
+            codec.encode_into(wrong, None, room, Context())
+    for residual in torch.zeros(63), torch.zeros(64 * codec.rows, dtype=torch.float64):
+        with pytest.raises(ConfigError, match="belong there"):
+            codec.encode_into(flat, residual, room, Context())

@@ -556,3 +556,69 @@ def test_what_was_left_at_a_rate_of_zero_has_no_effect_later() -> None:
     assert float(coder.residuals["w"].norm()) > 0
     coder.begin({7: 0.1})
     assert float(coder.residual(piece).norm()) == 0
+
+
+class Scaled(nn.Module):
+    """Parameters of several types and memory formats, whose gradients need no products of half precision."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.zeros(3001, dtype=dtype))
+        self.image = nn.Parameter(torch.zeros(8, 16, 3, 5, dtype=dtype).contiguous(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(torch.zeros(70, 40, dtype=dtype).T)
+        self.few = nn.Parameter(torch.zeros(70))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        terms = [(p.float() * torch.randn(p.shape, generator=generator)).sum() for p in self.parameters()]
+        return torch.stack(terms).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "way",
+    [{"codec": "quantize(8)"}, {"codec": "cast(fp16)"}, {"codec": "topk(1.0)", "back": "quantize(8)"},
+     {"codec": "quantize(8, shared=True)"}, {"codec": "lowrank(40)"}, {"codec": "nonzero"}],
+    ids=str,
+)  # fmt: skip
+def test_other_types_and_memory_formats_arrive_where_they_belong(way: dict[str, str], dtype: torch.dtype) -> None:
+    def body(group: Group) -> list[float]:
+        model = Scaled(dtype)
+        AllReduce(**way).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+        for _ in range(2):
+            model.zero_grad()
+            model(group.rank).backward()
+        off = []
+        expected = Scaled(torch.float32)
+        ((expected(0) + expected(1) + expected(2)) / 3).backward()
+        for p, q in zip(model.parameters(), expected.parameters()):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert p.grad.dtype == p.dtype
+            off.append(float((p.grad.float() - q.grad).norm() / q.grad.norm()))
+        return off
+
+    for off in together(3, body, hosts=["a", "b", "c"]):
+        assert max(off) < 0.05
+
+
+@pytest.mark.parametrize("codec", ["sign", "quantize(4)", "topk(0.05)", "threshold(density=0.05)"])
+def test_the_bytes_that_are_told_are_those_that_the_sockets_count(codec: str) -> None:
+    """Two others get the message behind a head of 32 bytes; where lengths vary, these travel before, in 8 bytes."""
+
+    def body(group: Group) -> tuple[int, int]:
+        model = nn.Linear(100, 80)
+        strategy = AllReduce(codec=codec)
+        strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+        x = torch.randn(4, 100, generator=torch.Generator().manual_seed(3))  # so that all messages are as long
+        told, counted = [], []
+        for _ in range(3):
+            model.zero_grad()
+            model(x).sum().backward()
+            told.append(int(strategy.readings()["bytes_after"]))
+            counted.append(group.sent_bytes)
+        return told[2] - told[1], counted[2] - counted[1]
+
+    for told, counted in together(3, body, hosts=["a", "b", "c"]):
+        lengths = 2 * (32 + 8) if "threshold" in codec else 0
+        assert counted == 2 * (told + 32) + lengths

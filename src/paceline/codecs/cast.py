@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, largest_magnitude
+from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import Array, array_of, fused, largest_of_sum
 from paceline.core.errors import ConfigError, nearest
@@ -58,6 +58,7 @@ class Cast:
         return largest * self._relative + _scale(largest, self._largest) * _STEP[self.to]
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         largest, size = largest_of_sum(x, residual), self.nbytes(x.numel())
         check_finite(largest, self)
         scale, head = 0.0, 0

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 
 
 class PayloadError(PacelineError):
@@ -81,6 +81,7 @@ class Codec(Protocol):
         begins with zeros.
 
         Raises:
+            ConfigError: the values are not flat, contiguous float32.
             PacelineError: a value is not finite.
         """
 
@@ -90,6 +91,20 @@ class Codec(Protocol):
         Raises:
             PayloadError: it says nothing sensible for a tensor of this size.
         """
+
+
+def check_tensor(x: torch.Tensor, residual: torch.Tensor | None, codec: Codec) -> None:
+    """Refuse what no codec encodes; kernels do not look at types, nor where a tensor ends."""
+    if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
+        raise ConfigError(
+            f"{codec.words}: a tensor of {x.dtype} and shape {tuple(x.shape)}; codecs encode flat, contiguous float32 "
+            "tensors. Convert it with x.float().flatten(), or send it as it is"
+        )
+    if residual is not None and (residual.dtype != torch.float32 or residual.numel() != codec.rows * x.numel()):
+        raise ConfigError(
+            f"{codec.words}: a residual of {residual.numel()} elements of {residual.dtype} beside {x.numel()} values; "
+            f"{codec.rows * x.numel()} of float32 belong there"
+        )
 
 
 def check_length(payload: torch.Tensor, expected: int, codec: Codec) -> None:

@@ -19,7 +19,7 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, largest_magnitude
+from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import Records, add_records, check_density, check_values, fused, keep_unsaid, magnitude_of
@@ -99,9 +99,9 @@ class DGC:
         return before if step > self.ramp else max(step - 1, 0) * before // max(self.ramp, 1)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         stage = self.stage(context.step)
         records = self._records(x.numel(), stage)
-        assert residual is None or residual.numel() == 2 * x.numel(), "kernels do not look where a tensor ends"
         state = torch.zeros(2 * x.numel(), device=x.device) if residual is None else residual
         factor, momentum = self._factor(x, context.size), np.float32(self.momentum)
         head = torch.tensor([stage], dtype=torch.int32).view(torch.uint8)

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, largest_magnitude
+from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import (
     BLOCK,
@@ -56,6 +56,7 @@ class NonZero:
         return 0.0
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         counts, largest = count_above(x, residual, 0)
         check_finite(largest, self)
         records = Records(x.numel(), BLOCK, "float32", counts, HEADER_BYTES + 2 * len(counts))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from paceline.codecs import shared_scale
-from paceline.codecs.codec import Context, check_finite, largest_magnitude
+from paceline.codecs.codec import Context, check_finite, check_tensor, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
 
@@ -84,6 +84,7 @@ class Quantize:
         return dense.Plan(codec=self, block=self.block, bits=self.bits, drawn=self.stochastic)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         if self.shared:
             return self._encode_shared(x, residual, out, context)
         if dense.on_cuda(x):

@@ -14,7 +14,7 @@ import struct
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, largest_magnitude
+from paceline.codecs.codec import Context, PayloadError, check_finite, check_tensor, largest_magnitude
 from paceline.codecs.records import (
     BLOCK,
     HEADER_BYTES,
@@ -79,6 +79,7 @@ class SampledTopK:
         return largest_magnitude(x)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         cut = sampled_cut(x, residual, self.density, context)
         counts, largest = count_above(x, residual, cut)
         check_finite(largest, self)

@@ -12,7 +12,7 @@ import functools
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, largest_magnitude
+from paceline.codecs.codec import Context, check_finite, check_tensor, largest_magnitude
 from paceline.codecs.kernels import dense
 
 
@@ -52,6 +52,7 @@ class Sign:
         return dense.Plan(codec=self, block=self.block, bits=1)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         if dense.on_cuda(x):
             return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)

@@ -19,7 +19,7 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, largest_magnitude
+from paceline.codecs.codec import Context, check_finite, check_tensor, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
 
@@ -69,6 +69,7 @@ class Ternary:
         return dense.Plan(codec=self, block=self.block, bits=2, clip=self.clip, drawn=True)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         if dense.on_cuda(x):
             return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)

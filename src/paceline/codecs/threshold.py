@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, largest_magnitude
+from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
 from paceline.codecs.records import (
     BLOCK,
     HEADER_BYTES,
@@ -81,6 +81,7 @@ class Threshold:
         return min(largest, float(torch.tensor(self.value)))
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         if self.density is None:
             cut = int(torch.tensor(self.value).view(torch.int32))
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_length, largest_magnitude
+from paceline.codecs.codec import Context, check_finite, check_length, check_tensor, largest_magnitude
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import (
     PLAIN,
@@ -70,6 +70,7 @@ class TopK:
         return largest_magnitude(x)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        check_tensor(x, residual, self)
         records = self._records(x.numel())
         check_finite(largest_of_sum(x, residual), self)
         if fused(x):
