@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.codecs import shared_scale
 from paceline.codecs.codec import Context, PayloadError
 from paceline.codecs.kernels import dense, spread
 from paceline.codecs.quantize import Quantize
@@ -18,8 +17,7 @@ FORMS = [pytest.param(True, marks=needs_numba, id="fused"), pytest.param(False, 
 
 
 def take(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in dense, shared_scale:
-        monkeypatch.setattr(module, "compiled", lambda: fused)
+    monkeypatch.setattr(dense, "compiled", lambda: fused)
 
 
 @pytest.fixture(params=FORMS)

@@ -6,7 +6,14 @@ Rounded half to even, an element is at most Δ / 2 off, always to the same side:
 or down by a draw, so that the mean is right, it is at most Δ off and takes no residual (QSGD, Alistarh and others 2017,
 with the largest magnitude in the place of the norm).
 
-With scales that all members share, codes of 8 bits add up: shared_scale.py.
+With a scale for each block that all members share, codes of 8 bits add up (an idea of THC, Li and others 2024, who add
+a rotation):
+
+    Δ = a / L,   a = the largest magnitude that any member has in the block,   L = 127 // members
+    code = round(p / Δ), from −L to L;   Σ code fits a byte;   decoded = Σ code · Δ
+
+So one byte per element travels a ring, where a gather would bring every member the bytes of all others. The price are
+levels: 63 with 2 members, 15 with 8, 1 with 64 to 127.
 """
 
 from __future__ import annotations
@@ -16,10 +23,11 @@ import functools
 import numpy as np
 import torch
 
-from paceline.codecs import shared_scale
 from paceline.codecs.codec import Context, check_finite, check_tensor, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
+
+_MOST_MEMBERS = 127  # whose codes add up in a byte, of one level to either side
 
 
 class Quantize:
@@ -76,7 +84,7 @@ class Quantize:
         """For shared scales: whatever the number of members, where none has larger magnitudes than these."""
         largest = largest_magnitude(x)
         steps = (1.0 if self.stochastic else 0.5) + 2.0**-13  # of 127 steps, float32 may be that much off
-        levels = 1 if self.shared else (1 << (self.bits - 1)) - 1
+        levels = 1 if self.shared else dense.levels_of(self.bits)
         return largest / levels * steps + dense.SMALLEST
 
     @functools.cached_property
@@ -85,15 +93,23 @@ class Quantize:
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
         check_tensor(x, residual, self)
+        drawn = context if self.stochastic else None
+        blocks = dense.Blocks(x, residual, self.block)
         if self.shared:
-            return self._encode_shared(x, residual, out, context)
+            if context.size > _MOST_MEMBERS:
+                raise ConfigError(
+                    f"{self.words}: the codes of {context.size} members do not add up in a byte. It takes at most "
+                    f"{_MOST_MEMBERS}: leave out shared=True"
+                )
+            # What was agreed on, where it is finite, is believed to be so for this x and residual.
+            largest = blocks.largest() if context.agreed is None else context.agreed.cpu().numpy()
+            check_finite(float(largest.max(initial=0.0)), self)
+            return blocks.write_codes(largest, self.bits, out, drawn, levels=_MOST_MEMBERS // context.size)
         if dense.on_cuda(x):
             return self._plan.encode(x, residual, out, context)
-        blocks = dense.Blocks(x, residual, self.block)
         largest = blocks.largest()
         check_finite(float(largest.max(initial=0.0)), self)
-        scales, inverses = dense.scales_of(largest, self.bits)
-        return blocks.write_codes(scales, inverses, self.bits, out, context if self.stochastic else None)
+        return blocks.write_codes(largest, self.bits, out, drawn)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
         if dense.on_cuda(out):
@@ -101,20 +117,3 @@ class Quantize:
             return
         scales = dense.read_scales(payload, out.numel(), self.block, self.bits, self)
         dense.add_codes(payload[scales.nbytes :], scales * np.float32(weight), self.block, self.bits, out)
-
-    def _encode_shared(
-        self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context
-    ) -> int:
-        """What was agreed on, where it is finite, is believed to be so for this x and residual."""
-        if context.size > shared_scale.MOST_MEMBERS:
-            raise ConfigError(
-                f"{self.words}: the codes of {context.size} members do not add up in a byte. It takes at most "
-                f"{shared_scale.MOST_MEMBERS}: leave out shared=True"
-            )
-        if context.agreed is None:
-            largest = dense.Blocks(x, residual, self.block).largest()
-        else:
-            largest = context.agreed.cpu().numpy()
-        check_finite(float(largest.max(initial=0.0)), self)
-        levels, drawn = shared_scale.MOST_MEMBERS // context.size, context if self.stochastic else None
-        return shared_scale.write(x, residual, self.block, largest, levels, out, drawn)

@@ -80,8 +80,7 @@ class Ternary:
         check_finite(float(largest.max(initial=0.0)), self)
         if mean_square is not None:
             largest = np.minimum(largest, self.clip * np.sqrt(mean_square)).astype(np.float32)
-        scales, inverses = dense.scales_of(largest, 2)
-        return blocks.write_codes(scales, inverses, 2, out, context)
+        return blocks.write_codes(largest, 2, out, context)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
         if dense.on_cuda(out):

@@ -112,9 +112,14 @@ def read_scales(payload: torch.Tensor, numel: int, block: int, bits: int, codec:
     return scales
 
 
-def scales_of(largest: Singles, bits: int) -> tuple[Singles, Singles]:
+def levels_of(bits: int) -> int:
+    """The highest code of so many bits; the lowest is as far from zero."""
+    return (1 << (bits - 1)) - 1
+
+
+def scales_of(largest: Singles, levels: int) -> tuple[Singles, Singles]:
     """The scales by which each largest magnitude has the highest code, and their inverses; zeros where it is tiny."""
-    highest = np.float32((1 << (bits - 1)) - 1)
+    highest = np.float32(levels)
     live = largest >= np.float32(SMALLEST)
     limited: Singles = np.where(live, np.minimum(largest, np.float32(LARGEST)), highest)
     scales: Singles = limited / highest * live
@@ -189,22 +194,29 @@ class Blocks:
         return size
 
     def write_codes(
-        self, scales: Singles, inverses: Singles, bits: int, out: torch.Tensor, context: Context | None
+        self, largest: Singles, bits: int, out: torch.Tensor, context: Context | None, levels: int | None = None
     ) -> int:
-        """The payload of signed codes p · inverse, rounded half to even; by a draw, where there is a context."""
+        """The payload of signed codes, the largest magnitude of a block having the highest; rounded half to even, or by
+        a draw, where there is a context. An element that is larger still, or no number, gets the highest code too.
+
+        Args:
+            levels: the highest code; None: of all that so many bits can be.
+        """
+        highest = levels or levels_of(bits)
+        scales, inverses = scales_of(largest, highest)
         codes, size = self._write_scales(scales, out, bits)
         stream = keys(context.seed, context.step) if context else (0, 0)
         if self.fused:
             from paceline.codecs.kernels import packing
 
             drawn = (context is not None, np.uint32(stream[0]), np.uint32(stream[1]))
-            args = (*self._arrays, self.block, bits, *drawn, scales, inverses, codes.numpy())
+            args = (*self._arrays, self.block, bits, np.float32(highest), *drawn, scales, inverses, codes.numpy())
             spread(packing.write_codes, self.x.numel(), *args, unit=self.block)
             return size
-        highest = 2 ** (bits - 1) - 1
         uniform = draws(stream, self.x.numel(), self.x.device) if context else None
         for of_blocks, part, rows in _rows(self.whole, self.block):
-            steps = (rows.abs() * _column(inverses[of_blocks], rows)).clamp_(max=highest)
+            steps = rows.abs() * _column(inverses[of_blocks], rows)
+            steps = torch.where(steps < highest, steps, float(highest))
             if uniform is None:
                 steps.round_()
             else:

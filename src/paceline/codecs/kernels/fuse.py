@@ -1,7 +1,7 @@
 """Compiles a kernel with numba, when it is first called, and keeps the machine code beside its file.
 
 What is kept is known by the date of the kernel's own file. So a kernel calls no kernel of another file; the one
-exception is `random.draw`, and after a change to it packing.py and shared_scale.py must be touched.
+exception is `random.draw`, and after a change to it packing.py must be touched.
 """
 
 from __future__ import annotations

@@ -89,6 +89,7 @@ def write_codes(
     kept: bool,
     block: int,
     bits: int,
+    highest: Any,
     drawn: bool,
     key: Any,
     other_key: Any,
@@ -98,7 +99,6 @@ def write_codes(
 ) -> None:
     per = 8 // bits
     mask = np.int32((1 << bits) - 1)
-    highest = np.float32((1 << (bits - 1)) - 1)
     rounding = np.float32(12582912.0)  # 1.5 · 2**23: adding it leaves no bits below one, rounded half to even
     for number in range(start // block, (stop + block - 1) // block):
         first = number * block
@@ -114,7 +114,8 @@ def write_codes(
             fresh, old = x[begin : min(begin + width, last)], residual[begin : min(begin + width, last)]
             for j in range(fresh.size):
                 p = fresh[j] + old[j] if kept else fresh[j]
-                steps = min(abs(p) * inverse, highest)
+                steps = abs(p) * inverse
+                steps = steps if steps < highest else highest
                 if drawn:
                     down = np.float32(np.int32(steps))
                     up = draw(begin + j, key, other_key) < steps - down
