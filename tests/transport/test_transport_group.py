@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 
 import pytest
 import torch
@@ -251,3 +252,19 @@ def test_a_released_arena_leaves_nothing(hosts: list[str], coded: bool) -> None:
 
     for open_files in together(len(hosts), body, hosts=hosts):
         assert open_files[-1] < open_files[0] + 3  # listing them takes one, in each thread
+
+
+def test_descriptors_may_have_large_numbers() -> None:
+    """As in a process with many open files, such as a loader's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.dup(0) for _ in range(1100)]
+    try:
+        for hosts in (["a", "a"], ["a", "b"]):
+            assert together(2, lambda g: g.all_reduce(torch.ones(3)).tolist(), hosts=hosts) == [[2.0] * 3] * 2
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

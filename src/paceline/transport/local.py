@@ -94,7 +94,9 @@ class Links:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimedOut(f"member {rank} did not open lane {lane!r} within {limit_s:g} s")
-            if not select.select([self._links[rank]], [], [], left)[0]:
+            poll = select.poll()  # select.select refuses descriptors above 1023
+            poll.register(self._links[rank], select.POLLIN)
+            if not poll.poll(left * 1000):
                 continue
             try:
                 name, descriptors, _, _ = socket.recv_fds(self._links[rank], _MAX_LANE, 1)
