@@ -79,15 +79,27 @@ class Courier:
     """A thread that runs blocking reductions in the order they are handed in."""
 
     def __init__(self, reduce: Reduce, name: str) -> None:
+        self.waited_s = 0.0  # by those who hand them in
         self._reduce = reduce
+        self._carried: list[Future[None]] = []  # handed in since the last wait
         self._queue: queue.SimpleQueue[tuple[torch.Tensor, Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"paceline-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, flat: torch.Tensor) -> Future[None]:
+    def post(self, flat: torch.Tensor) -> None:
         future: Future[None] = Future()
+        self._carried.append(future)
         self._queue.put((flat, future))
-        return future
+
+    def wait(self) -> None:
+        """Until all that was handed in is done; raises what the first one that failed has raised."""
+        began = time.monotonic()
+        try:
+            for future in self._carried:
+                future.result()  # bounded: what carries them limits its own waits
+        finally:
+            self._carried.clear()
+            self.waited_s += time.monotonic() - began
 
     def close(self) -> None:
         self._queue.put(None)
@@ -112,29 +124,25 @@ class CarriedArena:
 
     def __init__(self, reduce: Reduce, name: str, nbytes: int) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self._courier = Courier(reduce, name)
-        self._carried: list[Future[None]] = []
-        self.waited_s = 0.0
         self.sent_bytes = 0  # counted by what carries them
+        self._courier = Courier(reduce, name)
+
+    @property
+    def waited_s(self) -> float:
+        return self._courier.waited_s
 
     def own(self, flat: torch.Tensor) -> slice:
         return NOTHING
 
     def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
         assert not kept
-        self._carried.append(self._courier.submit(flat))
+        self._courier.post(flat)
 
     def progress(self) -> None:
         pass
 
     def wait(self) -> None:
-        began = time.monotonic()
-        try:
-            for future in self._carried:
-                future.result()  # bounded: the ring limits its own waits
-        finally:
-            self._carried.clear()
-            self.waited_s += time.monotonic() - began
+        self._courier.wait()
 
     def close(self) -> None:
         self._courier.close()

@@ -6,10 +6,8 @@ stream of its own, behind what had been queued when a slice was posted; `wait` h
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import torch
 
@@ -21,14 +19,16 @@ class DeviceArena:
 
     def __init__(self, reduce: Reduce, name: str, nbytes: int, device: torch.device) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self.waited_s = 0.0
         self.sent_bytes = 0  # counted by what carries them
         self._device = device
         self._reduce = reduce
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ready: deque[torch.cuda.Event] = deque()
         self._courier = Courier(self._carry, name)
-        self._carried: list[Future[None]] = []
+
+    @property
+    def waited_s(self) -> float:
+        return self._courier.waited_s
 
     def own(self, flat: torch.Tensor) -> slice:
         return NOTHING
@@ -36,19 +36,13 @@ class DeviceArena:
     def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
         assert not kept
         self._ready.append(torch.cuda.current_stream(self._device).record_event())
-        self._carried.append(self._courier.submit(flat))
+        self._courier.post(flat)
 
     def progress(self) -> None:
         pass
 
     def wait(self) -> None:
-        began = time.monotonic()
-        try:
-            for future in self._carried:
-                future.result()  # bounded: what carries them limits its own waits
-        finally:
-            self._carried.clear()
-            self.waited_s += time.monotonic() - began
+        self._courier.wait()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def close(self) -> None:

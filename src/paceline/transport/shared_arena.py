@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import torch
 
@@ -97,7 +96,6 @@ class SharedArena:
         self._finished = 0
         self._hierarchical = hierarchical
         self._courier = Courier(self._carry(outer), name) if outer else None
-        self._carried: list[Future[None]] = []
         self._leads = hierarchical and self._lane.index == 0
         self._sent_bytes = 0
         self.background = False  # somebody else drives it
@@ -108,7 +106,7 @@ class SharedArena:
 
     @property
     def waited_s(self) -> float:
-        return self._lane.waited_s
+        return self._lane.waited_s + (self._courier.waited_s if self._courier else 0.0)
 
     def own(self, flat: torch.Tensor) -> slice:
         size = len(self._lane.ranks)
@@ -151,12 +149,8 @@ class SharedArena:
 
     def wait(self) -> None:
         self.complete(len(self._queue))
-        if self._carried:
-            began = time.monotonic()
-            for future in self._carried:
-                future.result()  # bounded: the ring limits its own waits
-            self._carried.clear()
-            self._lane.waited_s += time.monotonic() - began
+        if self._courier:
+            self._courier.wait()
         self._start += len(self._queue)
         self._queue.clear()
         self._summed = self._finished = 0
@@ -189,7 +183,7 @@ class SharedArena:
             operation.gather()
         self._finished += 1
         if self._courier:
-            self._carried.append(self._courier.submit(operation.flat))
+            self._courier.post(operation.flat)
         self._lane.own.raise_to(DONE, self._start + self._finished)
 
     def _carry(self, outer: Reduce) -> Reduce:
@@ -214,7 +208,6 @@ class Background:
         self._inner = inner
         self._courier = Courier(lambda _: self._inner.complete(self._next()), name)
         self._begun = 0
-        self._carried: list[Future[None]] = []
 
     @property
     def sent_bytes(self) -> int:
@@ -225,7 +218,7 @@ class Background:
 
     def post(self, flat: torch.Tensor, kept: Sequence[Kept] = ()) -> None:
         self._inner.post(flat, kept)
-        self._carried.append(self._courier.submit(flat))
+        self._courier.post(flat)
 
     def progress(self) -> None:
         pass
@@ -233,11 +226,9 @@ class Background:
     def wait(self) -> None:
         began = time.monotonic()
         try:
-            for future in self._carried:
-                future.result()  # bounded: the lane limits its own waits
+            self._courier.wait()
             self._inner.wait()
         finally:
-            self._carried.clear()
             self._begun = 0
             self.waited_s += time.monotonic() - began
 
