@@ -359,7 +359,13 @@ def test_the_summary_tells_bytes_times_and_what_is_unsaid(tmp_path: Path) -> Non
     assert "topk(density=0.02" in (tmp_path / "told" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("way", [["topk(0.02)"], ["quantize(4, stochastic=True)", "sign"], ["lowrank(2)"]])
+@pytest.mark.parametrize(
+    "way",
+    [
+        ["quantize(4, stochastic=True)", "sign"],
+        *(pytest.param([codec], marks=pytest.mark.slow) for codec in ("topk(0.02)", "lowrank(2)")),
+    ],
+)
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, way: list[str]) -> None:
     ends = []
     for name, kills in ("whole", [-1]), ("broken", [13, -1]):

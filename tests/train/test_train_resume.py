@@ -215,7 +215,7 @@ print("ENDS", [group["lr"] for group in optimizer.param_groups],
 """
 
 
-@pytest.mark.parametrize("kill", [2, 3])
+@pytest.mark.parametrize("kill", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_group_that_was_added_on_the_way_comes_back(tmp_path: Path, kill: int) -> None:
     whole = words(Cluster(2).run(GROUPS, ["-1"], settings=Settings(root=str(tmp_path), name="whole")), "ENDS")
     settings = Settings(root=str(tmp_path), name="run")
@@ -279,7 +279,13 @@ print("ENDS", optimizer.param_groups[0]["lr"], hashlib.sha256(b"".join(
 
 
 @pytest.mark.parametrize(
-    ("mode", "kill"), [("unfreeze", 25), ("evaluate", 14), ("accumulate", 5), ("kept", 5), ("cycle", 13), ("cycle", 21)]
+    ("mode", "kill"),
+    [
+        ("unfreeze", 25),
+        ("cycle", 13),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("evaluate", 14), ("accumulate", 5), ("kept", 5)]),
+        pytest.param("cycle", 21, marks=pytest.mark.slow),
+    ],
 )
 def test_loops_as_people_write_them_resume_exactly(tmp_path: Path, mode: str, kill: int) -> None:
     """Layers unfrozen on the way; an evaluation within the loop body; the last, shorter window of an accumulation; an

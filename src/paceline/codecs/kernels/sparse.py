@@ -28,6 +28,7 @@ _LARGEST_BF16 = np.float32(3.3895313892515355e38)
 _SMALLEST_SCALED = np.float32(2.0**-100)
 _LARGEST_SCALED = np.float32(3.4e38)  # 127 parts of it, added up again, stay finite
 _ONE = np.float32(1.0)
+_GLANCE = 16
 
 
 @fuse
@@ -123,6 +124,29 @@ def _cut(numbers: Array, n: int, k: int, most: int, low: int, high: int) -> int:
 
 
 @fuse
+def _positions(numbers: Array, n: int, limit: Any, kept: Array) -> int:
+    """Write the ascending positions of the numbers that reach the limit to `kept`; how many there are.
+
+    Few do as a rule: a glance at the largest of several tells whether to look at each.
+    """
+    count = 0
+    whole = n - n % _GLANCE
+    for first in range(0, whole, _GLANCE):
+        row = numbers[first : first + _GLANCE]
+        most = row[0]
+        for j in range(_GLANCE):
+            most = max(most, row[j])
+        if most >= limit:
+            for j in range(_GLANCE):
+                kept[count] = first + j
+                count += row[j] >= limit
+    for i in range(whole, n):
+        kept[count] = i
+        count += numbers[i] >= limit
+    return count
+
+
+@fuse
 def _top(magnitudes: Array, n: int, k: int, maxima: Array, kept: Array, candidates: Array) -> None:
     """Write the ascending positions of the k largest magnitudes to `kept`; of equal ones the first.
 
@@ -138,11 +162,7 @@ def _top(magnitudes: Array, n: int, k: int, maxima: Array, kept: Array, candidat
         for first in range(0, n, groups):
             _raise_maxima(magnitudes, first, min(groups, n - first), maxima)
         low = _cut(maxima, groups, k, k + (k >> 3), 0, high)
-    limit = np.int32(low)
-    count = 0
-    for i in range(n):
-        kept[count] = i
-        count += magnitudes[i] >= limit
+    count = _positions(magnitudes, n, np.int32(low), kept)
     if count == k:
         return
     for j in range(count):
@@ -395,9 +415,6 @@ def encode_above(
             else:
                 for i in range(n):
                     magnitudes[i] = bits[i] != 0
-            count = 0
-            for i in range(n):
-                kept[count] = i
-                count += magnitudes[i] >= limit
+            _positions(magnitudes, n, limit, kept)
             _write_record(whole, n, kept, k, kind, out, offsets[b], said)
         _leave(whole, base, n, kept, k, said, residual)
