@@ -134,6 +134,15 @@ class Channel:
                         self.close()
                     raise TimedOut(f"{self.name} sent nothing for {limit_s:g} s ({got} of {len(view)} bytes had come)")
 
+    def drain(self, limit_s: float) -> None:
+        """Drop what comes until the other side closes, or for so long. Closing over bytes that nobody has read takes
+        back what was sent last."""
+        deadline = time.monotonic() + limit_s
+        rest = memoryview(bytearray(1 << 16))
+        with contextlib.suppress(Interrupted), self._wire:
+            while (left := deadline - time.monotonic()) > 0:
+                self._wire.read(rest, min(left, 0.1))
+
     def close(self) -> None:
         """Close, from any thread and as often as you like; those blocked in the channel get Interrupted."""
         self._wire.close()

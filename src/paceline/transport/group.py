@@ -30,7 +30,7 @@ from paceline.transport.shared import Shared
 from paceline.transport.shared_arena import Background, SharedArena
 from paceline.transport.wires import Wires
 
-_OPERATIONS = ("sum", "mean", "max", "min", "product")
+OPERATIONS = ("sum", "mean", "max", "min", "product")
 
 
 class Group:
@@ -126,8 +126,8 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce over the members, in place: sum, mean, max, min or product."""
-        if op not in _OPERATIONS:
-            raise ConfigError(f"unknown operation {op!r}: known are {', '.join(_OPERATIONS)}")
+        if op not in OPERATIONS:
+            raise ConfigError(f"unknown operation {op!r}: known are {', '.join(OPERATIONS)}")
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(f"the mean of {tensor.dtype} is no {tensor.dtype}: convert it first, or take the sum")
         if self.size == 1:
@@ -137,7 +137,7 @@ class Group:
             result = stacked.prod(0) if op == "product" else stacked.amax(0) if op == "max" else stacked.amin(0)
             with torch.no_grad():
                 return tensor.copy_(result)
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         try:
             if self._local:
                 self._local.all_reduce(flat)
@@ -148,7 +148,7 @@ class Group:
         except Interrupted as error:
             self.abort(error)
             raise
-        _restore(tensor, flat)
+        restore(tensor, flat)
         with torch.no_grad():
             return tensor.div_(self.size) if op == "mean" else tensor
 
@@ -156,7 +156,7 @@ class Group:
         """Everyone's tensor, in the order of ranks; all have the same shape."""
         if self.size == 1:
             return [tensor.clone()]
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         out = torch.empty(self.size * flat.numel(), dtype=flat.dtype)
         (self._local if len(self._hosts) == 1 and self._local else self._everyone()).all_gather(flat, out)
         rows = out.view(self.size, *tensor.shape).to(tensor.device)
@@ -168,7 +168,7 @@ class Group:
             raise ConfigError(f"reduce_scatter wants a first dimension of {self.size}, got shape {tuple(tensor.shape)}")
         if self.size == 1:
             return tensor[0].clone()
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         out = torch.empty(flat.numel() // self.size, dtype=flat.dtype)
         (self._local if len(self._hosts) == 1 and self._local else self._everyone()).reduce_scatter(flat, out)
         return out.view(tensor.shape[1:]).to(tensor.device)
@@ -178,12 +178,12 @@ class Group:
         self._check(root)
         if self.size == 1:
             return tensor
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         if len(self._hosts) == 1 and self._local:
             self._local.broadcast(flat, root)
         else:
             self._everyone().broadcast(flat, self.ranks[root])
-        return _restore(tensor, flat)
+        return restore(tensor, flat)
 
     def gather(self, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
         """Everyone's tensor on the root, None elsewhere; shapes may differ."""
@@ -209,7 +209,7 @@ class Group:
         """Send a tensor to one member, which must `recv` it."""
         wires = self._need_wires()
         self._check(to, other=True)
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         head = msgspec.msgpack.encode((str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
         channel = wires.mesh.channel(self.ranks[to], f"{self.name}/direct")
         channel.send(head)
@@ -304,11 +304,11 @@ def solo() -> Group:
     return Group(None, (0,))
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous().view(-1)
 
 
-def _restore(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+def restore(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """Put the result where the caller expects it, unless it is there already."""
     if tensor.device.type == "cpu" and tensor.data_ptr() == flat.data_ptr() and tensor.is_contiguous():
         return tensor

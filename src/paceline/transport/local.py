@@ -15,6 +15,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 
 from paceline.core.errors import AuthError, Interrupted, TimedOut
@@ -22,6 +23,7 @@ from paceline.core.view import View
 
 _HELLO = struct.Struct("<I32s")
 _MAX_LANE = 200
+_TURN_S = 0.02  # for which one thread waits before another may
 
 
 class Door:
@@ -65,6 +67,7 @@ class Links:
         self.ranks = tuple(m.rank for m in view.members if m.host == host)
         self._links: dict[int, socket.socket] = {}
         self._early: dict[tuple[int, str], int] = {}  # descriptors that came before their lane was asked for
+        self._taking = threading.Lock()
         for other in self.ranks:
             if other < rank:
                 self._links[other] = _knock(view.members[other].local, door.token, rank, limit_s)
@@ -90,22 +93,27 @@ class Links:
     def take(self, rank: int, lane: str, limit_s: float) -> int:
         """The descriptor that a member passes under this lane's name."""
         deadline = time.monotonic() + limit_s
-        while (rank, lane) not in self._early:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimedOut(f"member {rank} did not open lane {lane!r} within {limit_s:g} s")
-            poll = select.poll()  # select.select refuses descriptors above 1023
-            poll.register(self._links[rank], select.POLLIN)
-            if not poll.poll(left * 1000):
-                continue
-            try:
-                name, descriptors, _, _ = socket.recv_fds(self._links[rank], _MAX_LANE, 1)
-            except OSError as error:
-                raise Interrupted(f"member {rank} left: {error}") from None
-            if not name:
-                raise Interrupted(f"member {rank} left")
-            self._early[rank, name.decode()] = descriptors[0]
-        return self._early.pop((rank, lane))
+        while True:
+            with self._taking:  # by turns: a thread may get what another one waits for
+                if (rank, lane) in self._early:
+                    return self._early.pop((rank, lane))
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimedOut(f"member {rank} did not open lane {lane!r} within {limit_s:g} s")
+                self._take_one(rank, min(left, _TURN_S))
+
+    def _take_one(self, rank: int, limit_s: float) -> None:
+        poll = select.poll()  # select.select refuses descriptors above 1023
+        poll.register(self._links[rank], select.POLLIN)
+        if not poll.poll(limit_s * 1000):
+            return
+        try:
+            name, descriptors, _, _ = socket.recv_fds(self._links[rank], _MAX_LANE, 1)
+        except OSError as error:
+            raise Interrupted(f"member {rank} left: {error}") from None
+        if not name:
+            raise Interrupted(f"member {rank} left")
+        self._early[rank, name.decode()] = descriptors[0]
 
     def check(self, rank: int) -> None:
         """Raise Interrupted if that member has gone."""
