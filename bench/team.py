@@ -85,20 +85,25 @@ class Team:
     def _meet(self) -> None:
         """Add the variables of our own launcher, with a rendezvous in this process."""
         from paceline.core.settings import Settings
+        from paceline.environment.paceline import variables
+        from paceline.environment.place import Place
         from paceline.membership.rendezvous import Rendezvous
 
         settings = Settings(name="bench", root=str(self.folder / "runs"), progress="off", checkpoint_keep=0)
         token = secrets.token_hex(32)
         self._rendezvous = Rendezvous(self.size, settings, token)
         for rank, (_, env) in enumerate(self._commands):
-            env |= {
-                "PACELINE_RANK": str(rank),
-                "PACELINE_SIZE": str(self.size),
-                "PACELINE_LOCAL_RANK": str(rank),
-                "PACELINE_LOCAL_SIZE": str(self.size),
-                "PACELINE_RENDEZVOUS": self._rendezvous.address,
-                "PACELINE_TOKEN": token,
-            }
+            env |= variables(
+                Place(
+                    kind="paceline",
+                    rank=rank,
+                    size=self.size,
+                    local_rank=rank,
+                    local_size=self.size,
+                    rendezvous=self._rendezvous.address,
+                    token=token,
+                )
+            )
 
     def __enter__(self) -> Team:
         try:

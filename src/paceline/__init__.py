@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
-    from paceline.strategies import AllReduce
+    from paceline.strategies import AllReduce, Async, Bounded, Sync
     from paceline.train.join import join
     from paceline.train.run import Run
 
@@ -25,13 +25,27 @@ _WHERE = {
     "join": "paceline.train.join",
     "Run": "paceline.train.run",
     "AllReduce": "paceline.strategies",
+    "Async": "paceline.strategies",
+    "Bounded": "paceline.strategies",
+    "Sync": "paceline.strategies",
     "PacelineError": "paceline.core.errors",
     "ConfigError": "paceline.core.errors",
     "Interrupted": "paceline.core.errors",
     "Lost": "paceline.core.errors",
 }
 
-__all__ = ["AllReduce", "ConfigError", "Interrupted", "Lost", "PacelineError", "Run", "join"]
+__all__ = [
+    "AllReduce",
+    "Async",
+    "Bounded",
+    "ConfigError",
+    "Interrupted",
+    "Lost",
+    "PacelineError",
+    "Run",
+    "Sync",
+    "join",
+]
 
 
 def __getattr__(name: str) -> Any:

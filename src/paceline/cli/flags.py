@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings
-from paceline.launch import names
+from paceline.launch import names, servers
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def _words(known: tuple[str, ...]) -> str:
 
 SETTINGS = (
     Flag("strategy", "NAME", names.strategy, f"how members agree: {', '.join(names.STRATEGIES)}"),
+    Flag("servers", "K", servers.parse, "of sync, bounded and async: how many; colocated: a shard with every worker"),
     Flag(
         "codec", "NAME", names.codec, f"what travels between hosts: {', '.join(names.CODECS)}; with options quantize(4)"
     ),

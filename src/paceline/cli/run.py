@@ -18,7 +18,7 @@ from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import Parser, add_settings, settings_of, whole
 from paceline.core.errors import ConfigError
 from paceline.core.settings import NAMES
-from paceline.launch import beforehand, cores
+from paceline.launch import beforehand, cores, servers
 from paceline.launch.local import Local, LocalJob, plan
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Outcome
@@ -83,11 +83,14 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
             f"which {what}? paceline run -n {given.members} {'-m package.train' if module else 'train.py'}"
         )
     settings = settings_of(given)
+    num_servers, _ = servers.choose(settings.strategy, settings.servers, given.members)
     return JobSpec(
         script=rest[0],
         args=tuple(rest[1:]),
         module=module,
         num_members=given.members,
+        num_servers=num_servers,
+        forgives=servers.forgives(settings.strategy, num_servers),
         settings=settings,
         threads=given.threads,
         terminal=can_draw() and settings.progress in ("auto", "rich"),
@@ -106,7 +109,8 @@ def _dry_run(spec: JobSpec) -> str:
 
 
 def _run(spec: JobSpec) -> int:
-    display = Screen(spec.num_members) if spec.terminal else Display(spec.num_members)
+    size = spec.num_members + spec.num_servers
+    display = Screen(size) if spec.terminal else Display(size)
     signals = _catch_signals()
     job = Local(display).start(spec)
     _say_what_starts(spec, job, display)
@@ -147,6 +151,9 @@ def _say_what_starts(spec: JobSpec, job: LocalJob, display: Display) -> None:
     threads, warning = cores.share(spec.num_members, usable)
     if warning:
         display.say(f"warning: {warning}")
+    _, reason = servers.choose(spec.settings.strategy, spec.settings.servers, spec.num_members)
+    if reason:
+        display.say(reason)
     members = "1 member" if spec.num_members == 1 else f"{spec.num_members} members"
     shown = spec.threads or os.environ.get("OMP_NUM_THREADS") or threads
     display.say(f"{members}, {shown} thread{'' if str(shown) == '1' else 's'} each; files in {_short(job.dir)}")
@@ -154,6 +161,9 @@ def _say_what_starts(spec: JobSpec, job: LocalJob, display: Display) -> None:
 
 def _say_how_it_ended(spec: JobSpec, job: LocalJob, outcome: Outcome, display: Display) -> None:
     logs = {rank: _short(path) for rank, path in job.logs().items()}
+    for lost in outcome.lost:
+        how = f"{ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
+        display.say(f"warning: rank {lost.rank} was lost: {how}; the others went on without it")
     if outcome.stopped_by:
         args = [a for a in sys.argv[1:] if a != "--fresh"]
         if not spec.settings.name:

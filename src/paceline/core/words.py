@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 _WORD = re.compile(r"(?<=[=(,\s])(?!\d+[eE]\d)(\d+[A-Za-z_]\w*)(?=\s*[,)])")  # such as 2bit, which Python cannot read
 
+_KEYWORD = re.compile(r"\s*(async)\b")  # a name for us, though a word of Python's own
+
 
 def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
     """Make the object that `text` names out of `known`.
@@ -27,8 +29,9 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
       ...
     paceline.core.errors.ConfigError: unknown number 'compelx': did you mean 'complex'?
     """
+    keyword = _KEYWORD.match(text)
     try:
-        tree = ast.parse(_WORD.sub(r"'\1'", text.strip()), mode="eval").body
+        tree = ast.parse(_WORD.sub(r"'\1'", _KEYWORD.sub(r"\1_", text.strip())), mode="eval").body
     except SyntaxError:
         raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)") from None
     if isinstance(tree, ast.Name):
@@ -37,6 +40,8 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         name, args, keywords = tree.func.id, tree.args, tree.keywords
     else:
         raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)")
+    if keyword:
+        name = name.removesuffix("_")
     if name not in known:
         raise ConfigError(f"unknown {kind} {name!r}: {nearest(name, known)}")
     given = [k.arg for k in keywords]

@@ -15,6 +15,7 @@ VARIABLES = (
     "PACELINE_SIZE",
     "PACELINE_LOCAL_RANK",
     "PACELINE_LOCAL_SIZE",
+    "PACELINE_SERVERS",
     "PACELINE_RENDEZVOUS",
     "PACELINE_TOKEN",
 )
@@ -37,6 +38,7 @@ def detect(env: Mapping[str, str]) -> Place | None:
         size=whole(env, "PACELINE_SIZE", _STARTER, least=1),
         local_rank=whole(env, "PACELINE_LOCAL_RANK", _STARTER),
         local_size=whole(env, "PACELINE_LOCAL_SIZE", _STARTER, least=1),
+        servers=whole(env, "PACELINE_SERVERS", _STARTER),
         host=this_host(),
         rendezvous=rendezvous,
         token=given(env, "PACELINE_TOKEN", _STARTER),
@@ -51,5 +53,5 @@ def variables(place: Place) -> dict[str, str]:
     >>> detect(variables(place)) == place
     True
     """
-    values = (place.rank, place.size, place.local_rank, place.local_size, place.rendezvous, place.token)
-    return dict(zip(VARIABLES, map(str, values), strict=True))
+    numbers = (place.rank, place.size, place.local_rank, place.local_size, place.servers)
+    return dict(zip(VARIABLES, map(str, (*numbers, place.rendezvous, place.token)), strict=True))

@@ -24,9 +24,15 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    servers: int = 0  # the last so many of the ranks hold parameters and do not train
     host: str = ""  # the same for members that share memory and loopback; see `this_host`
     rendezvous: str = ""  # "ip:port"; only for kind "paceline"
     token: str = ""  # of the run; only for kind "paceline"
+
+    @property
+    def workers(self) -> int:
+        """How many train."""
+        return self.size - self.servers
 
 
 @functools.cache

@@ -36,22 +36,25 @@ def plan(spec: JobSpec, rendezvous: str, token: str) -> list[Start]:
     if spec.threads is not None:
         common |= dict.fromkeys(_THREADS, str(spec.threads))
     elif not any(inherited.get(name) for name in _THREADS):
-        threads, _ = cores.share(spec.num_members, cores.cores().usable)
+        threads, _ = cores.share(spec.num_members, cores.cores().usable)  # servers work while workers wait
         common |= dict.fromkeys(_THREADS, str(threads))
     starts = []
-    for rank in range(spec.num_members):
+    size = spec.num_members + spec.num_servers
+    for rank in range(size):
         place = Place(
             kind="paceline",
             rank=rank,
-            size=spec.num_members,
+            size=size,
             local_rank=rank,
-            local_size=spec.num_members,
+            local_size=size,
+            servers=spec.num_servers,
             rendezvous=rendezvous,
             token=token,
         )
         env = inherited | common | variables(place)
         terminal = spec.terminal and rank == 0
-        starts.append(Start(rank=rank, command=command, env=env, cwd=spec.cwd, terminal=terminal))
+        own = command if rank < spec.num_members else (spec.python, "-m", "paceline.server")
+        starts.append(Start(rank=rank, command=own, env=env, cwd=spec.cwd, terminal=terminal))
     return starts
 
 
@@ -73,22 +76,24 @@ class LocalJob:
     def __init__(self, spec: JobSpec, show: Show, notice_s: float, grace_s: float) -> None:
         self.token = secrets.token_hex(32)
         plan(spec, "", self.token)  # a script that cannot be started leaves no directory behind
-        self._record = record.Record(spec.settings, spec.script, spec.num_members)
+        size = spec.num_members + spec.num_servers
+        self._record = record.Record(spec.settings, spec.script, size)
         # Absolute: a script may change its directory before it joins.
         root = str(self._record.dir.parent.absolute())
         settings = spec.settings.pin(*spec.settings.changed())  # a program that starts a run types nothing
         self.settings: Settings = settings.with_(name=self._record.run.name, root=root)
-        self._rendezvous = Rendezvous(spec.num_members, self.settings, self.token)
+        self._rendezvous = Rendezvous(size, self.settings, self.token)
         self._agent = Agent(
             plan(spec, self._rendezvous.address, self.token),
             show,
             logs=self.dir / "logs",
             notice_s=notice_s,
             grace_s=grace_s,
+            losable=range(1, spec.num_members) if spec.forgives else (),
             on_started=self._started,
             on_ended=self._ended,
         )
-        self._size = spec.num_members
+        self._size = size
         self._pids: list[int] = []
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None

@@ -10,7 +10,7 @@ import re
 
 from paceline.core.errors import ConfigError, nearest
 
-STRATEGIES = ("allreduce",)
+STRATEGIES = ("allreduce", "sync", "bounded", "async")
 CODECS = (
     "none",
     "auto",

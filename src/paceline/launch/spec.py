@@ -20,9 +20,11 @@ class JobSpec:
     script: str  # a file, or a module's name
     args: tuple[str, ...] = ()
     module: bool = False
-    num_members: int = 1
+    num_members: int = 1  # that train
+    num_servers: int = 0  # processes that hold parameters for them
     settings: Settings = field(default_factory=Settings)
     threads: int | None = None  # per member; None: its share of the cores
+    forgives: bool = False  # the run goes on when a worker other than the first is lost
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's own
     cwd: str | None = None
     python: str = sys.executable

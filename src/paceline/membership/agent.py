@@ -41,6 +41,7 @@ class Ended:
     seconds: float
     tail: tuple[str, ...]  # its last lines
     asked: bool  # whether it had been told to stop
+    losable: bool = False  # the others can go on without it
     at: float  # time.monotonic()
 
     @property
@@ -61,9 +62,14 @@ class Outcome:
     stopped_by: int = 0  # the signal with which `stop` was called
 
     @property
+    def lost(self) -> list[Ended]:
+        """Those that failed while the others went on."""
+        return [e for e in self.ended if e.failed and e.losable]
+
+    @property
     def first_failed(self) -> Ended | None:
         """The failure to blame: the earliest that did not follow from another's."""
-        failed = [e for e in self.ended if e.failed]
+        failed = [e for e in self.ended if e.failed and not e.losable]
         return min(failed, key=lambda e: (e.followed, e.at), default=None)
 
     @property
@@ -85,6 +91,7 @@ class Agent:
         show: Show,
         *,
         logs: Path | None = None,
+        losable: Sequence[int] = (),  # ranks whose failure stops nobody
         notice_s: float = 3.0,  # for the others to notice a failure
         grace_s: float = 5.0,  # between SIGTERM and SIGKILL
         on_started: Callable[[list[int]], None] = lambda pids: None,
@@ -93,6 +100,7 @@ class Agent:
         self._starts = starts
         self._show = show
         self._logs = logs
+        self._losable = frozenset(losable)
         self._notice_s = notice_s
         self._grace_s = grace_s
         self._on_started = on_started
@@ -183,7 +191,8 @@ class Agent:
             was_finished = process.finished
             if process.poll(selector.unregister):
                 assert process.code is not None
-                if process.code and process.rank not in self._asked and self._failed_at is None:
+                fatal = process.code and process.rank not in self._asked and process.rank not in self._losable
+                if fatal and self._failed_at is None:
                     self._failed_at = time.monotonic()
                 self._on_ended(process.rank, process.code)
             if process.finished and not was_finished:
@@ -217,6 +226,7 @@ class Agent:
             seconds=process.ended - process.began,
             tail=tuple(process.tail),
             asked=process.rank in self._asked,
+            losable=process.rank in self._losable,
             at=process.ended,
         )
 

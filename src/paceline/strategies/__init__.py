@@ -9,9 +9,15 @@ from paceline.core.errors import ConfigError
 from paceline.core.words import build
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.reducers import Method
+from paceline.strategies.server import Async, Bounded, Sync
 from paceline.strategies.strategy import Strategy, Tally, World
 
-STRATEGIES: dict[str, Callable[..., Strategy]] = {"allreduce": AllReduce}
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "allreduce": AllReduce,
+    "sync": Sync,
+    "bounded": Bounded,
+    "async": Async,
+}
 
 
 def make_strategy(words: Any, codec: str = "") -> Strategy:
@@ -24,4 +30,4 @@ def make_strategy(words: Any, codec: str = "") -> Strategy:
     return strategy
 
 
-__all__ = ["STRATEGIES", "AllReduce", "Strategy", "Tally", "World", "make_strategy"]
+__all__ = ["STRATEGIES", "AllReduce", "Async", "Bounded", "Strategy", "Sync", "Tally", "World", "make_strategy"]

@@ -44,6 +44,8 @@ class AllReduce:
         warmup: so many first backward passes exchange gradients as they are.
     """
 
+    forgives = False
+
     def __init__(
         self,
         bucket_mb: float = 4.0,
@@ -98,6 +100,9 @@ class AllReduce:
                             "not exchange: it was put into param_groups by hand. Use optimizer.add_param_group"
                         )
         return True
+
+    def together(self, *, keep: bool = False) -> None:
+        pass  # they always are
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         if any(e.busy for e in self._engines.values()):
@@ -169,7 +174,7 @@ class AllReduce:
         if engine.coder and state["coder"]:
             engine.coder.load_common(state["coder"])
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         for engine in self._engines.values():
             engine.close()
         self._engines.clear()

@@ -13,6 +13,7 @@ import torch
 
 from paceline.core.status import Status
 from paceline.transport.group import Group
+from paceline.transport.wires import Wires
 
 
 class Tally:
@@ -71,20 +72,32 @@ class World:
         check_finite: bool = False,
         seed: int = 0,
         tell: Callable[[str], object] = lambda line: None,
+        wires: Wires | None = None,
+        servers: Sequence[int] = (),
+        limit_s: float = 300.0,
     ) -> None:
         self.group = group
+        self.wires = wires  # to all of the run's processes; None in a run of one
+        self.servers = tuple(servers)  # ranks of the run's server processes, which are in no group
+        self.limit_s = limit_s
         self.tell = tell  # a line to the person who watches
         self.seed = seed
         self.status = status or Status(None)
         self.tally = tally or Tally()
         self.check_finite = check_finite
         self.accumulating = False  # inside run.accumulate(): gradients stay here
+        self.sent_bytes = 0  # by the strategy, besides what the group counts
+        self.waited_s = 0.0  # in the strategy, besides what the group counts
         self.wish = False  # this member would like a pause between two steps, for a checkpoint
         self.granted = False  # some member wished, and all know it
 
 
 class Strategy(Protocol):
     """The contract of all strategies."""
+
+    @property
+    def forgives(self) -> bool:
+        """Whether the run goes on when a member is lost."""
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         """Take over the gradients of a model. Called by all members; more than once where a run has several models."""
@@ -94,6 +107,10 @@ class Strategy(Protocol):
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """The user calls `optimizer.step()`: whether the optimizer's own step is to run."""
+
+    def together(self, *, keep: bool = False) -> None:
+        """All members are between two steps, and wait for each other: at the end of an epoch, before an evaluation, and
+        (`keep`) before a checkpoint, for which the first member's model and optimizer are to hold all there is."""
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """The user calls `optimizer.zero_grad()`, or (None) asks for a batch: no backward pass may be half done."""
@@ -114,4 +131,5 @@ class Strategy(Protocol):
     def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Take over own states: that of this member, and those of members that the run has no more."""
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None:
+        """The run is over on this member; `failed`: not because its script is done."""

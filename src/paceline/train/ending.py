@@ -73,6 +73,10 @@ class Ending:
                 closer()
 
     @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    @property
     def _outcome(self) -> str:
         if self._failure:
             return "failed"

@@ -28,6 +28,7 @@ from paceline.train.progress import MODES, make_progress
 from paceline.train.run import Run
 from paceline.train.tensorboard import tensorboard_sink
 from paceline.transport.group import Group, solo
+from paceline.transport.hub import HubGroup
 from paceline.transport.torch_group import TorchGroup, own_gpu_each
 from paceline.transport.wires import Wires, own_address
 
@@ -84,7 +85,10 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     if wires:
         status.set("connecting")
         wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status)
-        group = _form(wires[0], agreed.transport, device)
+        if place.servers and chosen.forgives:
+            group = HubGroup(wires[0], range(place.workers), place.workers)
+        else:
+            group = _form(wires[0], place.workers, agreed.transport, device)
     status.set("preparing")
 
     events, closers = _events(directory, agreed, place.rank)
@@ -105,6 +109,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         events=events,
         status=status,
         ending=ending,
+        wires=wires[0] if wires else None,
+        servers=range(place.workers, place.size),
     )
     ending.watch(run._finish, [group.close, *(w.close for w in wires), *closers])
     if place.kind == "paceline" and place.rank == 0:
@@ -143,8 +149,8 @@ def _check_words(settings: Settings) -> None:
     make_strategy(settings.strategy, settings.codec)
 
 
-def _form(wires: Wires, transport: str, device: torch.device) -> Group:
-    ranks = range(wires.view.size)
+def _form(wires: Wires, workers: int, transport: str, device: torch.device) -> Group:
+    ranks = range(workers)
     if transport in ("gloo", "nccl"):
         return TorchGroup(wires, ranks, transport, device if transport == "nccl" else torch.device("cpu"))
     group = Group(wires, ranks)

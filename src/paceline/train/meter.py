@@ -86,7 +86,7 @@ class Meter:
     def log(self, values: dict[str, Any]) -> None:
         self._scalars.add(values)
 
-    def after_step(self, applied: bool) -> StepReport:
+    def after_step(self) -> StepReport:
         now = time.monotonic()
         data_s, wait_s, sent, samples = self._readings()
         before, self._before = self._before, (data_s, wait_s, sent, samples)
@@ -100,7 +100,6 @@ class Meter:
             wait_s=wait_s - before[1],
             compute_s=max(seconds - (data_s - before[0]) - (wait_s - before[1]), 0.0),
             sent_bytes=sent - before[2],
-            applied=applied,
         )
         for key in ("samples", "data_s", "compute_s", "wait_s", "sent_bytes"):
             value = getattr(report, key)

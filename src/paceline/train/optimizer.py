@@ -18,8 +18,10 @@ from paceline.core.errors import ConfigError
 class StepObserver(Protocol):
     """Who wants to know of steps: the run."""
 
-    def allow_step(self, optimizer: torch.optim.Optimizer) -> bool: ...
-    def after_step(self, optimizer: torch.optim.Optimizer, applied: bool) -> None: ...
+    def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's own step is to run, or has been taken elsewhere."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
     def group_added(self, optimizer: torch.optim.Optimizer) -> None: ...
 
@@ -86,10 +88,9 @@ def _subclass(kind: type) -> type:
                 "Call loss.backward() first, then optimizer.step()"
             )
         observer: StepObserver = self._paceline
-        applied = observer.allow_step(self)
-        if applied:
+        if observer.own_step(self):
             kind.step(self)  # type: ignore[attr-defined]
-        observer.after_step(self, applied)
+        observer.after_step(self)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         self._paceline.cleared(self)

@@ -29,6 +29,7 @@ from paceline.train.outermost import Outermost
 from paceline.train.saving import Saver, Stateful
 from paceline.train.window import Window
 from paceline.transport.group import Group
+from paceline.transport.wires import Wires
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -47,6 +48,8 @@ class Run:
         events: Events,
         status: Status,
         ending: Ending,
+        wires: Wires | None = None,
+        servers: Sequence[int] = (),
     ) -> None:
         self.settings = settings
         self.dir = directory
@@ -67,6 +70,9 @@ class Run:
             check_finite=settings.check_finite,
             seed=settings.seed,
             tell=self._tell,
+            wires=wires,
+            servers=servers,
+            limit_s=settings.wait_limit_s,
         )
         self._saver = Saver(
             directory / "checkpoints",
@@ -195,6 +201,7 @@ class Run:
                     f"{name} out, or loop over run.loader(..., {name}=...) under torch.no_grad()"
                 )
         self._status.set("evaluating")
+        self._strategy.together()
         loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -264,13 +271,13 @@ class Run:
 
     # ---- what the optimizer tells the run (train.optimizer.StepObserver)
 
-    def allow_step(self, optimizer: torch.optim.Optimizer) -> bool:
+    def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._strategy.finish(optimizer)
 
-    def after_step(self, optimizer: torch.optim.Optimizer, applied: bool) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._window.open = False
         if optimizer is self._optimizers[0]:
-            self._meter.after_step(applied)
+            self._meter.after_step()
             self._save_next = self._save_next or self._world.granted or (self.size == 1 and self._world.wish)
             self._world.granted = False
             self._world.wish = self._saver.due
@@ -319,6 +326,8 @@ class Run:
         self._meter.start()
 
     def _leave_epoch(self, epoch: int) -> None:
+        if not self._saver.enabled:
+            self._strategy.together()
         for name, value in metrics.weighted_means(self.group, self._meter.end_epoch()).items():
             self._tell_metric(f"epoch/{name}", value)
         for loader in self._loaders:
@@ -343,6 +352,7 @@ class Run:
         self._window.before_checkpoint(self._optimizers)
         before = self._status.what
         self._status.set("checkpointing")
+        self._strategy.together(keep=True)
         self._saver.save(self._meter.step, epoch, self._epoch_step)
         self._status.set(before)
 
@@ -363,7 +373,8 @@ class Run:
 
     def _readings(self) -> tuple[float, float, int, float]:
         data_s = sum(loader.wait_s for loader in self._loaders)
-        return data_s, self.group.waited_s, self.group.sent_bytes, self._tally.drawn
+        waited_s = self.group.waited_s + self._world.waited_s
+        return data_s, waited_s, self.group.sent_bytes + self._world.sent_bytes, self._tally.drawn
 
     def _totals(self) -> dict[str, Any]:
         return {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
@@ -372,7 +383,7 @@ class Run:
         self._ending.left_early = self._in_epochs
         self._saver.close()
         totals = self._totals()
-        self._strategy.close()
+        self._strategy.close(failed=self._ending.failed)
         return {"step": self._meter.step, **totals}
 
     def _tell_metric(self, name: str, value: float) -> None:

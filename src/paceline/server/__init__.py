@@ -1,0 +1,1 @@
+"""The parameter server: shards of the parameters, and those who serve and use them."""

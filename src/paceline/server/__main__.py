@@ -1,0 +1,56 @@
+"""A server's process: started by the launcher beside the workers, ends when all of them have left.
+
+python -m paceline.server
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.core.status import Status
+from paceline.core.view import Member
+from paceline.environment import detect
+from paceline.membership import meet
+from paceline.server.connection import connect
+from paceline.server.service import Service
+from paceline.transport.hub import Hub
+from paceline.transport.wires import Wires, own_address
+
+_LOOK_S = 1.0
+
+
+def main() -> None:
+    place = detect()
+    wires: list[Wires] = []
+
+    def describe(token: str) -> Member:
+        address = "127.0.0.1"
+        if place.local_size != place.size:
+            address = own_address(place.rendezvous.rsplit(":", 1)[0].strip("[]"))
+        wires.append(Wires(token, address))
+        return wires[0].describe(place.rank, place.host)
+
+    meeting = meet(place, describe)
+    settings = meeting.settings
+    status = Status(Path(settings.root) / settings.name / "status" / f"rank-{place.rank}", place.host)
+    status.set("connecting")
+    wires[0].join(meeting.view, place.rank, limit_s=settings.wait_limit_s, status=status)
+    service = Service(limit_s=settings.wait_limit_s)
+    hub = Hub(wires[0], range(place.workers)) if place.rank == place.workers else None
+    try:
+        for rank in range(place.workers):
+            service.attach(connect(wires[0], rank, place.rank))
+        while not service.wait(_LOOK_S):
+            told = service.readings()
+            status.step = int(told["version"])
+            status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped")
+        status.set("finished")
+    finally:
+        if hub:
+            hub.close()
+        service.close()
+        wires[0].close()
+
+
+if __name__ == "__main__":
+    main()

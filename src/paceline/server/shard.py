@@ -1,0 +1,429 @@
+"""A shard: one server's part of a table of parameters, with the optimizer's state for it.
+
+Called by one thread, opens nothing and waits for nothing: what comes in are a worker's pushes, part by part, and what
+goes out is `ready(rank, chunk)`: these weights may go to that worker now. So any order of events can be tested.
+
+    async, bounded   a part is corrected for its age and applied when it comes; the worker gets the chunk back at once,
+                     or when the gate opens
+    sync             parts are kept until all workers have sent theirs, then summed in the order of ranks and applied;
+                     with backups a round is closed when enough pushes are whole, and by one word for all shards
+
+The version counts pushes that were applied (in sync: rounds). A worker's own push counts as seen by it, so the age of
+its next one is the number of others' pushes in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.server.gates import Together, make_gate
+from paceline.server.messages import Options, Push, Rule
+from paceline.server.placement import Chunk, Placement
+from paceline.staleness import Push as Arrival
+from paceline.staleness import make_corrections
+
+_ALIGN = 64
+
+
+class Under:
+    """A push that is under way, or waits for its round."""
+
+    def __init__(self, push: Push, age: int, reason: str) -> None:
+        self.push = push
+        self.age = age
+        self.reason = reason  # why it is dropped; "": it is applied
+        self.parts = 0  # that have come
+        self.kept: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}  # by chunk, in sync
+        self.whole = False
+
+
+class Shard:
+    """One server's chunks of a table.
+
+    Args:
+        memory: where the weights live; `room` says how much is needed.
+        ready: called when a chunk may go to a worker.
+        whole: called where rounds have backups and something has changed: whoever knows all shards looks at `enough`
+            and calls `close`.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        server: int,
+        rule: Rule,
+        memory: torch.Tensor,
+        ready: Callable[[int, int], None],
+        whole: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.placement = placement
+        self.chunks = placement.of(server)
+        self.rule = rule
+        self.gate = make_gate(rule.gate)
+        self.correction = make_corrections(rule.correct or None)
+        self.version = 0
+        self.wishes = 0
+        self.clocks: dict[int, int] = {}  # by rank, of the workers that are here
+        self.applied = self.dropped = 0  # pushes
+        self._ready = ready
+        self._whole = whole
+        self._under: dict[int, Under] = {}
+        self._resting: set[int] = set()
+        self._seen: dict[int, int] = {}  # versions that workers will name in their next push
+        self._waits: dict[int, set[int]] = {}  # by rank: chunks that are due to it
+        self._summed: set[int] = set()  # chunks of the round under way, in sync without backups
+        self._weights = [_view(memory, at, chunk) for at, chunk in zip(offsets(self.chunks), self.chunks)]
+        self._pieces = [
+            [flat[p.at : p.at + p.numel].view(self._shape(p.tensor, p.numel)) for p in chunk.pieces]
+            for flat, chunk in zip(self._weights, self.chunks)
+        ]
+        self._room = torch.empty(max((c.nbytes for c in self.chunks), default=0), dtype=torch.uint8)
+        self._optimizers = [self._optimizer(i) for i in range(len(self.chunks))]
+
+    # ---- who is here
+
+    def join(self, rank: int) -> int:
+        """A worker comes; the clock at which it begins: that of the slowest, so that nobody waits for its past."""
+        self.clocks.setdefault(rank, min(self.clocks.values(), default=0))
+        self._seen[rank] = self.version
+        return self.clocks[rank]
+
+    def leave(self, rank: int) -> None:
+        """A worker goes, or has died. A push that was under way is forgotten; what was applied of it stays."""
+        self.clocks.pop(rank, None)
+        self._under.pop(rank, None)
+        self._waits.pop(rank, None)
+        self._seen.pop(rank, None)
+        self._resting.discard(rank)
+        if self.correction:
+            self.correction.forget(rank)
+        if self.clocks:
+            self._go_on()
+
+    def rest(self, rank: int) -> None:
+        """A worker will not push for a while: a round with backups does not count on it."""
+        self._resting.add(rank)
+        self._go_on()
+
+    def turn(self, words: str) -> None:
+        """From now on another gate; between two steps of all workers."""
+        if any(self._under.values()):
+            raise ConfigError("the gate changes between two steps of all workers, and a push is under way")
+        self.gate = make_gate(words)
+        slowest = min(self.clocks.values(), default=0)
+        self.clocks = dict.fromkeys(self.clocks, slowest)
+        self._seen = dict.fromkeys(self._seen, self.version)
+
+    # ---- a push
+
+    def begin(self, rank: int, push: Push) -> str:
+        """A worker announces its gradients; why they will be dropped, or ""."""
+        if rank not in self.clocks:
+            raise ConfigError(f"member {rank} pushes to a table that it has not opened")
+        if rank in self._under:
+            raise ConfigError(f"member {rank} pushes before it has the weights of its last push")
+        if push.view != self.placement.view:
+            raise ConfigError(
+                f"member {rank} pushes by view {push.view} of the placement, which is at {self.placement.view}"
+            )
+        if not 0 <= push.read <= self.version or not 0.0 <= push.weight < math.inf:
+            raise ConfigError(f"member {rank} names version {push.read} of {self.version} and weight {push.weight}")
+        if push.step != self.clocks[rank] + 1:
+            raise ConfigError(f"member {rank} pushes step {push.step} after step {self.clocks[rank]}")
+        if len(push.groups) != len(self.rule.groups):
+            raise ConfigError(
+                f"member {rank} has {len(push.groups)} parameter groups, the table {len(self.rule.groups)}"
+            )
+        age = self.version - push.read
+        self._resting.discard(rank)
+        self._under[rank] = under = Under(push, age, self._why_not(rank, push, age))
+        self._waits[rank] = set()
+        if push.wish:
+            self.wishes += 1
+        if not self.sync:
+            self._seen[rank] = self.version + (not under.reason)
+        return under.reason
+
+    def part(self, rank: int, index: int, gradient: torch.Tensor, missing: frozenset[int] = frozenset()) -> None:
+        """The gradients of one chunk, flat. The shard changes nothing in them, and may keep them; see `keeps`."""
+        under = self._under.get(rank)
+        if under is None or index != under.parts or index >= len(self.chunks):
+            raise ConfigError(f"member {rank} sent part {index} out of turn")
+        if gradient.numel() != self.chunks[index].numel or gradient.dtype != self._weights[index].dtype:
+            raise ConfigError(
+                f"member {rank} sent {gradient.numel()} elements for a chunk of {self.chunks[index].numel}"
+            )
+        if not under.reason and not _finite(gradient):
+            raise ConfigError(f"member {rank} sent a gradient that is not finite, in {self._name(index)}")
+        under.parts += 1
+        if self.sync and not under.reason:
+            under.kept[index] = gradient, missing
+            self._sum_what_is_here(index)
+        elif not under.reason:
+            self._apply_one(rank, index, gradient, missing, under)
+            self._due(rank, index)
+        if under.parts == len(self.chunks) and rank in self._under:  # else it was the round's last
+            self._end(rank, under)
+
+    def keeps(self, rank: int, index: int) -> bool:
+        """Whether the gradients of a chunk must stay as they are: until it is ready for that worker."""
+        return rank in self._under and index in self._under[rank].kept
+
+    def close(self, contributors: frozenset[int]) -> None:
+        """End a round with these workers' pushes, which are whole here; the others' will be dropped."""
+        for index in range(len(self.chunks)):
+            self._sum(index, sorted(contributors))
+        self._round_over(contributors)
+
+    def weights(self, rank: int, index: int) -> torch.Tensor:
+        """What a worker is to get of a chunk now."""
+        weights = self._weights[index]
+        if self.correction and self.correction.reads:
+            return self.correction.on_pull(str(index), weights, rank, self._rate(index))
+        return weights
+
+    def named_version(self, rank: int) -> int:
+        """What this worker is to name in its next push."""
+        return self._seen[rank]
+
+    @property
+    def sync(self) -> bool:
+        return isinstance(self.gate, Together)
+
+    def whole_pushes(self) -> set[int]:
+        """Ranks whose push for the round under way is whole."""
+        return {rank for rank, under in self._under.items() if under.whole and not under.reason}
+
+    # ---- state, for checkpoints
+
+    def store(self, index: int, values: torch.Tensor) -> None:
+        """Set the weights of a chunk."""
+        if values.numel() != self.chunks[index].numel or values.dtype != self._weights[index].dtype:
+            raise ConfigError(f"{values.numel()} values for a chunk of {self.chunks[index].numel}")
+        self._weights[index].copy_(values)
+
+    def state(self, index: int, piece: int) -> dict[str, Any]:
+        """The optimizer's state of a piece."""
+        return dict(self._optimizers[index].state.get(self._pieces[index][piece], {}))
+
+    def store_state(self, index: int, piece: int, key: str, value: Any) -> None:
+        p = self._pieces[index][piece]
+        if isinstance(value, torch.Tensor) and value.numel() == p.numel() and value.dim():
+            value = value.view(p.shape).clone()
+        self._optimizers[index].state[p][key] = value
+
+    # ---- inside
+
+    def _why_not(self, rank: int, push: Push, age: int) -> str:
+        if self.sync:
+            return f"its round was closed {age} rounds ago" if age else ""
+        if self.correction and not self.correction.accepts(self._arrival(rank, push, age)):
+            return f"it is {age} versions old"
+        return ""
+
+    def _arrival(self, rank: int, push: Push, age: int) -> Arrival:
+        lr = max((float(group.get("lr", 0.0)) for group in push.groups), default=0.0)
+        return Arrival(worker=rank, age=age, lr=lr, version=self.version)
+
+    def _apply_one(self, rank: int, index: int, gradient: torch.Tensor, missing: frozenset[int], under: Under) -> None:
+        if not under.push.weight:
+            return
+        if under.push.weight != 1.0 or self.correction:
+            gradient = torch.mul(gradient, under.push.weight, out=self._scratch(index))
+        if self.correction:
+            arrival = self._arrival(rank, under.push, under.age)
+            gradient = self.correction.on_push(str(index), gradient, self._weights[index], arrival)
+        self._apply(index, gradient, missing, under.push.groups)
+
+    def _apply(self, index: int, gradient: torch.Tensor, missing: frozenset[int], groups: list[Options]) -> None:
+        optimizer = self._optimizers[index]
+        for group in optimizer.param_groups:
+            group.update(groups[group["number"]])
+        for i, (weights, piece) in enumerate(zip(self._pieces[index], self.chunks[index].pieces)):
+            part = gradient[piece.at : piece.at + piece.numel]
+            weights.grad = None if i in missing else part.view(weights.shape)
+        optimizer.step()
+        for weights in self._pieces[index]:
+            weights.grad = None
+
+    def _end(self, rank: int, under: Under) -> None:
+        """A push is whole."""
+        under.whole = True
+        if under.reason:
+            self._drop(rank, under)
+        elif not self.sync:
+            self.version += 1
+            self.applied += 1
+            self._tick(rank, under)
+        else:
+            self._whole()
+
+    def _drop(self, rank: int, under: Under) -> None:
+        """A push that will not be applied has come to its end: its worker gets all weights, as they are now."""
+        self.dropped += 1
+        self._tick(rank, under)
+        self._seen[rank] = self.version
+        for index in range(len(self.chunks)):
+            self._due(rank, index)
+
+    def _tick(self, rank: int, under: Under) -> None:
+        self.clocks[rank] = under.push.step
+        del self._under[rank]
+        self._go_on()
+
+    def _due(self, rank: int, index: int) -> None:
+        """A chunk is due to a worker: now, or when the gate opens."""
+        if self._open(rank):
+            self._ready(rank, index)
+        else:
+            self._waits[rank].add(index)
+
+    def _open(self, rank: int) -> bool:
+        under = self._under.get(rank)
+        clock = under.push.step if under else self.clocks[rank]
+        others = [c for r, c in self.clocks.items() if r != rank]
+        return clock - min(others, default=clock) <= self.gate.lead or self.sync
+
+    def _go_on(self) -> None:
+        """Someone's clock has moved, or someone is gone: see who may go on."""
+        for rank in list(self._waits):
+            if self._waits[rank] and self._open(rank):
+                due, self._waits[rank] = sorted(self._waits[rank]), set()
+                if rank not in self._under:  # it gets all that has been applied since its own push
+                    self._seen[rank] = self.version
+                for index in due:
+                    self._ready(rank, index)
+        if self._backups:
+            self._whole()
+        elif self.sync:
+            for index in range(len(self.chunks)):
+                self._sum_what_is_here(index)
+
+    @property
+    def forgives(self) -> bool:
+        """Whether a worker may be lost."""
+        return not self.sync or self._backups > 0
+
+    def enough(self) -> frozenset[int] | None:
+        """With backups: who is in the round, once enough are."""
+        whole = self.whole_pushes()
+        needed = max(1, len(self.clocks.keys() - self._resting) - self._backups)
+        return frozenset(whole) if self._backups and len(whole) >= needed else None
+
+    @property
+    def _backups(self) -> int:
+        return self.gate.backups if isinstance(self.gate, Together) else 0
+
+    def _sum_what_is_here(self, index: int) -> None:
+        """Sync without backups: a chunk is summed when all have sent it, while others still come."""
+        if self._backups or not self.clocks or index in self._summed:
+            return
+        if all(r in self._under and index in self._under[r].kept for r in self.clocks):
+            self._sum(index, sorted(self.clocks))
+            self._summed.add(index)
+            if len(self._summed) == len(self.chunks):
+                self._round_over(frozenset(self.clocks))
+
+    def _sum(self, index: int, ranks: list[int]) -> None:
+        """The mean over the samples of these workers, added up in the order of ranks, applied."""
+        pushes = [self._under[r].push for r in ranks]
+        total = sum(push.weight for push in pushes)
+        parts = [self._under[r].kept.pop(index) for r in ranks]
+        missing = frozenset.intersection(*(m for _, m in parts))
+        if total:
+            mean = parts[0][0]
+            if len(parts) > 1:
+                mean = torch.mul(mean, pushes[0].weight / total, out=self._scratch(index))
+                for push, (gradient, _) in zip(pushes[1:], parts[1:]):
+                    mean.add_(gradient, alpha=push.weight / total)
+            self._apply(index, mean, missing, pushes[0].groups)
+        if not self._backups:
+            for rank in ranks:
+                self._seen[rank] = self.version + 1
+                self._ready(rank, index)
+
+    def _round_over(self, contributors: frozenset[int]) -> None:
+        self.version += 1
+        self.applied += len(contributors)
+        self._summed.clear()
+        for rank in sorted(contributors):
+            under = self._under.pop(rank)
+            self.clocks[rank] = under.push.step
+            self._seen[rank] = self.version
+            if self._backups:
+                for index in range(len(self.chunks)):
+                    self._ready(rank, index)
+        for rank, under in list(self._under.items()):  # too late, or still on its way
+            if self._backups and not under.reason:
+                under.reason = "its round was closed without it"
+                under.kept.clear()
+                if under.whole:
+                    self._drop(rank, under)
+
+    def _optimizer(self, index: int) -> torch.optim.Optimizer:
+        kind = optimizer_class(self.rule.optimizer)
+        numbers = [self.placement.tensors[p.tensor].group for p in self.chunks[index].pieces]
+        groups = [
+            {"params": [w for w, n in zip(self._pieces[index], numbers) if n == number], "number": number, **options}
+            for number, options in enumerate(self.rule.groups)
+            if number in numbers
+        ]
+        try:
+            optimizer: torch.optim.Optimizer = kind(groups)
+        except TypeError:  # one whose rate has no default
+            optimizer = kind(groups, lr=0.0)
+        for group in optimizer.param_groups:
+            group.update(self.rule.groups[group["number"]])
+        return optimizer
+
+    def _scratch(self, index: int) -> torch.Tensor:
+        """Room for the gradients of one chunk, used anew for each."""
+        chunk = self.chunks[index]
+        return _view(self._room, 0, chunk)
+
+    def _shape(self, tensor: int, numel: int) -> tuple[int, ...]:
+        whole = self.placement.tensors[tensor]
+        return whole.shape if whole.numel == numel else (numel,)
+
+    def _rate(self, index: int) -> float:
+        return float(self._optimizers[index].param_groups[0]["lr"])
+
+    def _name(self, index: int) -> str:
+        pieces = self.chunks[index].pieces
+        names = [self.placement.tensors[p.tensor].name for p in pieces]
+        return f"parameter {names[0]!r}" if len(names) == 1 else f"parameters {names[0]!r} to {names[-1]!r}"
+
+
+def room(chunks: list[Chunk]) -> int:
+    """Bytes of memory that the weights of these chunks take."""
+    return offsets(chunks)[-1]
+
+
+def offsets(chunks: list[Chunk]) -> list[int]:
+    """Where each chunk begins in the memory, and the end of all."""
+    places = [0]
+    for chunk in chunks:
+        places.append(places[-1] + -(-chunk.nbytes // _ALIGN) * _ALIGN)
+    return places
+
+
+def optimizer_class(name: str) -> type[Any]:
+    """A class of torch.optim by its name; nothing else is looked up."""
+    kind = getattr(torch.optim, name, None) if name.isidentifier() else None
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
+        raise ConfigError(f"{name!r} is no optimizer of torch.optim")
+    return kind
+
+
+def _view(memory: torch.Tensor, at: int, chunk: Chunk) -> torch.Tensor:
+    return memory[at : at + chunk.nbytes].view(getattr(torch, chunk.dtype))
+
+
+def _finite(gradient: torch.Tensor) -> bool:
+    """One pass where all is well; a sum may be infinite although no part is."""
+    return math.isfinite(gradient.sum().item()) or bool(torch.isfinite(gradient).all())

@@ -1,0 +1,336 @@
+"""The server strategies: gradients go to servers that hold the parameters, and weights come back.
+
+    end of backward  → gradients stay here: what users clip and log is this worker's own
+    step()           → pushed, with the learning rate of the moment; the servers apply them; the next weights are
+                       installed before step() returns. Sync and bounded wait here, and only here
+    together         → at the end of an epoch, before an evaluation and a checkpoint, all members pull the same weights,
+                       and take over the first one's buffers
+
+One strategy, three gates (`server.gates`). The optimizer's state lives with the parameters; for a checkpoint the first
+member fetches it into the user's own optimizer, from which it goes back when a run is resumed, on any number of
+servers. In a run of one there are no servers, and the optimizer steps as it always did.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.server.client import Client, Table
+from paceline.server.connection import connect, pair
+from paceline.server.gates import Apart, Gate, Together, Within, make_gate
+from paceline.server.messages import Options, Rule
+from paceline.server.placement import Tensor
+from paceline.server.service import Service
+from paceline.server.shard import optimizer_class
+from paceline.staleness import Correction, make_corrections
+from paceline.strategies.replicas import make_equal, names_of
+from paceline.strategies.strategy import World
+
+# These look at each element by itself, so a tensor may be cut.
+_ELEMENTWISE = {
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+}  # fmt: skip
+_LOOK_S = 1.0
+_NOT_SENT = ("params", "param_names", "initial_lr")
+
+
+class Served:
+    """What the three have in common."""
+
+    def __init__(self, gate: Gate, correct: Correction | str | Sequence[Correction | str] | None) -> None:
+        self.gate = gate
+        self._correct = make_corrections(correct)
+        self._world: World | None = None
+        self._client: Client | None = None
+        self._service: Service | None = None  # the shard that lives with this worker
+        self._models: list[torch.nn.Module] = []
+        self._tables: dict[int, list[_Held]] = {}  # by id of the optimizer
+        self._owned: set[int] = set()  # ids of parameters
+        self._wishes = 0
+        self._fetched: list[torch.optim.Optimizer] = []  # whose state is here, for a checkpoint
+
+    # ---- the contract
+
+    def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+        if world.group.size == 1 and not world.servers:
+            return
+        self._world = world
+        if self._client is None:
+            self._meet(world)
+        new = not any(m is model for m in self._models)
+        if new:
+            self._models.append(model)
+            make_equal(world.group, {}, dict(model.named_buffers()))
+        self._adopt(model, optimizer)
+
+    def extend(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._tables:
+            self._adopt(self._models[-1], optimizer)
+
+    def reduced(self) -> None:
+        pass
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Push this optimizer's gradients and install the next weights; the servers have stepped."""
+        world, held = self._world, self._tables.get(id(optimizer))
+        if world is None or held is None:
+            return True
+        known = {id(p) for each in held for p in each.parameters}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) not in known:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {tuple(p.shape)} that the servers do not: it was put "
+                    "into param_groups by hand. Use optimizer.add_param_group"
+                )
+        self._forget_state()
+        weight, doubt = world.tally.take()
+        if doubt:
+            world.tell(doubt)
+        options = [options_of(group) for group in optimizer.param_groups]
+        began = time.monotonic()
+        for each in held:
+            gradients = [p.grad for p in each.parameters]
+            each.table.push(gradients, options[: each.groups], weight=weight, wish=self.sync and world.wish)
+        world.waited_s += time.monotonic() - began
+        world.sent_bytes = self._client.sent_bytes if self._client else 0
+        seen = max(each.table.wishes for each in held)
+        world.granted = world.granted or seen > self._wishes
+        self._wishes = max(self._wishes, seen)
+        return False
+
+    def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        pass
+
+    def together(self, *, keep: bool = False) -> None:
+        """All members are between two steps: everyone gets the servers' weights and the first member's buffers."""
+        world = self._world
+        if world is None:
+            return
+        for each in self._all():
+            each.table.rest()
+        world.group.barrier()  # all pushes are in
+        for each in self._all():
+            each.table.pull()
+        for model in self._models:
+            make_equal(world.group, {}, dict(model.named_buffers()))
+        if keep and world.group.rank == 0:
+            self._fetch_state()
+        world.group.barrier()  # nobody pushes before all have pulled
+
+    def turn(self, gate: str | Gate) -> None:
+        """Go on with another gate, such as "bounded(staleness=4)"; all members call this, between two epochs."""
+        self.gate = make_gate(gate) if isinstance(gate, str) else gate
+        world = self._world
+        if world is None:
+            return
+        world.group.barrier()
+        if world.group.rank == 0:
+            for each in self._all():
+                each.table.turn(self.gate.words)
+                each.table.pull()  # when it is back, the servers have turned
+        world.group.barrier()
+
+    @property
+    def forgives(self) -> bool:
+        """Whether the run goes on when a worker is lost."""
+        return not isinstance(self.gate, Together) or self.gate.backups > 0
+
+    @property
+    def sync(self) -> bool:
+        return isinstance(self.gate, Together)
+
+    def readings(self) -> dict[str, Any]:
+        dropped = sum(len(each.table.dropped) for each in self._all())
+        return (
+            {"pushes": sum(each.table.step for each in self._all()), "dropped_pushes": dropped} if self._client else {}
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gate": self.gate.words}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass  # another gate than before is the user's right
+
+    def own_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """A run was resumed, and models and optimizers are as they were saved: so shall the servers be."""
+        world = self._world
+        if world is None:
+            return
+        if world.group.rank == 0:
+            for each in self._all():
+                each.table.store()
+                each.table.store_state([dict(each.optimizer.state.get(p, {})) for p in each.parameters])
+        for each in self._all():
+            each.optimizer.state.clear()
+        world.group.barrier()
+        for each in self._all():
+            each.table.pull()
+        world.group.barrier()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the servers; a shard that lives here serves until all workers have left, unless this one has failed."""
+        if self._client:
+            self._client.close(said=not failed)
+        if self._service:
+            while not failed and not self._service.wait(_LOOK_S):
+                assert self._world
+                self._world.status.set("serving its shard to the others")
+            self._service.close()
+        self._client = self._service = None
+        self._tables.clear()
+
+    # ---- inside
+
+    def _meet(self, world: World) -> None:
+        """Connect to the servers: processes of their own, or a shard with each worker."""
+        group, wires = world.group, world.wires
+        if wires is None:
+            raise ConfigError(f"{self.gate.words} needs Paceline's own transport: leave out --transport")
+        if world.servers:
+            connections = [connect(wires, rank, rank) for rank in world.servers]
+        else:
+            self._service = Service(limit_s=world.limit_s)
+            mine, theirs = pair(group.rank)
+            for rank in group.ranks:
+                self._service.attach(mine if rank == wires.rank else connect(wires, rank, wires.rank))
+            connections = [theirs if rank == wires.rank else connect(wires, rank, rank) for rank in group.ranks]
+        if len(connections) > 1 and isinstance(self.gate, Together) and self.gate.backups:
+            raise ConfigError(f"{self.gate.words}: backups need one server, to close each round: use --servers 1")
+        self._client = Client(group.rank, connections, limit_s=world.limit_s, status=world.status)
+
+    def _adopt(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Open a table for the parameters that are new."""
+        world, client = self._world, self._client
+        assert world is not None
+        assert client is not None
+        names = names_of(model)
+        found = [
+            (p, names.get(id(p), f"optimizer.{i}.{j}"), i)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+            if id(p) not in self._owned
+        ]
+        extra = {} if self._tables.get(id(optimizer)) else {
+            name: p for p, name in ((p, names[id(p)]) for p in model.parameters()) if id(p) not in self._owned
+        }  # fmt: skip
+        make_equal(world.group, extra | {name: p for p, name, _ in found}, {})
+        held = self._tables.setdefault(id(optimizer), [])
+        if not found:
+            return
+        name = optimizer_name(optimizer)
+        options = [options_of(group) for group in optimizer.param_groups]
+        if self._correct:
+            for each in options:
+                self._correct.check_optimizer(each)
+        rule = Rule(
+            optimizer=name,
+            groups=options,
+            gate=self.gate.words,
+            correct=self._correct.words if self._correct else "",
+        )
+        tensors = [
+            (Tensor(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), group), p) for p, name, group in found
+        ]
+        self._owned |= {id(p) for p, _, _ in found}
+        table = client.open(tensors, rule, cut=name in _ELEMENTWISE)
+        held.append(_Held(table, optimizer, [p for p, _, _ in found], len(options)))
+        if world.group.rank == 0:
+            table.store()
+        world.group.barrier()
+        table.pull()  # also tells which version this worker's first gradients are of
+        world.group.barrier()
+
+    def _all(self) -> list[_Held]:
+        return [each for held in self._tables.values() for each in held]
+
+    def _fetch_state(self) -> None:
+        for each in self._all():
+            for p, state in zip(each.parameters, each.table.state()):
+                if state:
+                    each.optimizer.state[p] = state
+            self._fetched.append(each.optimizer)
+
+    def _forget_state(self) -> None:
+        for optimizer in self._fetched:
+            optimizer.state.clear()
+        self._fetched.clear()
+
+
+class _Held:
+    """A table, and the user's objects that it stands for."""
+
+    def __init__(
+        self, table: Table, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], groups: int
+    ) -> None:
+        self.table = table
+        self.optimizer = optimizer
+        self.parameters = parameters
+        self.groups = groups  # of the optimizer, when the table was opened
+
+
+class Sync(Served):
+    """Every step uses the gradients of all workers, as with all-reduce; sums are made in the order of ranks.
+
+    Args:
+        backups: so many of the slowest workers are not waited for; what they push too late is dropped.
+    """
+
+    def __init__(self, backups: int = 0) -> None:
+        super().__init__(Together(backups), None)
+
+
+class Bounded(Served):
+    """Workers push when they are ready, and none is more than `staleness` steps ahead of the slowest.
+
+    Args:
+        staleness: how many steps.
+        correct: what is done about gradients that are old, such as "compensate" (see `paceline.staleness`).
+    """
+
+    def __init__(self, staleness: int, correct: Correction | str | Sequence[Correction | str] | None = None) -> None:
+        super().__init__(Within(staleness), correct)
+
+
+class Async(Served):
+    """Workers push when they are ready, and nobody waits for anybody.
+
+    Args:
+        correct: what is done about gradients that are old, such as "dana(0.9) + drop(16)" (see `paceline.staleness`).
+    """
+
+    def __init__(self, correct: Correction | str | Sequence[Correction | str] | None = None) -> None:
+        super().__init__(Apart(), correct)
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """The class of torch.optim that this optimizer is, by its name: servers look up nothing else."""
+    kind: type = type(optimizer)
+    if hasattr(optimizer, "_paceline"):  # the run's own subclass of it
+        kind = kind.__mro__[1]
+    if getattr(torch.optim, kind.__name__, None) is not kind:
+        raise ConfigError(
+            f"servers apply the optimizers of torch.optim, and {kind.__name__} is another one: use one of "
+            "those, or --strategy allreduce, which takes any"
+        )
+    name: str = kind.__name__
+    optimizer_class(name)
+    return name
+
+
+def options_of(group: dict[str, Any]) -> Options:
+    """The options of a parameter group, as they travel."""
+    return {key: _plain(value) for key, value in group.items() if key not in _NOT_SENT}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value

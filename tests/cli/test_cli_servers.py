@@ -1,0 +1,97 @@
+"""`paceline run` with servers, as a user meets it: real processes, a killed worker, a resumed run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import hashlib, os, signal, sys, torch, paceline
+from torch.nn import functional as F
+run = paceline.join(progress="off", checkpoint_keep=2)
+torch.manual_seed(run.seed)
+model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), model)
+generator = torch.Generator().manual_seed(3)
+x = torch.randn(160, 10, generator=generator)
+y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
+loader = run.loader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+die, step = int(sys.argv[1]), 0
+for epoch in run.epochs(int(sys.argv[2])):
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
+        step += 1
+        if step == die and run.rank == run.size - 1: os.kill(os.getpid(), signal.SIGKILL)
+right = run.evaluate(lambda a, b: {"right": (model(a).argmax(1) == b).float()}, torch.utils.data.TensorDataset(x, y))
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+print("END", run.rank, run.size, digest, f"{right['right']:.3f}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def run(*args: str, die: int = 0, epochs: int = 3) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", "run", *args, "train.py", str(die), str(epochs)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+
+
+def ends(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    return [line.split("END ")[1].split() for line in done.stdout.splitlines() if "END " in line]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--strategy", "async"], "1 server for 2 workers"),
+        (["--strategy", "bounded(staleness=2)", "--servers", "2"], "2 servers, as asked for"),
+        (["--strategy", "sync"], "a shard with every worker"),
+    ],
+)
+def test_workers_train_and_end_with_the_same_weights(args: list[str], said: str) -> None:
+    done = run("-n", "2", *args)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stderr
+    first, second = sorted(ends(done))
+    assert first[1:3] == ["2", second[2]]
+    assert float(first[3]) > 0.6
+    assert "0 B" not in done.stderr.split("all")[-1].split("\n")[0]  # the bytes that were pushed
+
+
+@pytest.mark.parametrize("strategy", ["async", "bounded(staleness=2)"])
+def test_a_killed_worker_stops_nobody(strategy: str) -> None:
+    done = run("-n", "3", "--strategy", strategy, die=9)
+    assert done.returncode == 0, done.stderr
+    assert "rank 2 was lost: exit code -9 (SIGKILL)" in done.stderr
+    assert len(ends(done)) == 2
+
+
+@pytest.mark.parametrize("args", [["--strategy", "sync"], ["--strategy", "async", "--servers", "colocated"]])
+def test_a_killed_worker_that_the_others_need_ends_the_run_by_name(args: list[str]) -> None:
+    done = run("-n", "2", *args, die=5)
+    assert done.returncode == 137
+    assert "rank 1 failed first" in done.stderr
+
+
+def test_sync_resumes_on_another_number_of_servers_as_if_nothing_had_been() -> None:
+    whole = run("-n", "2", "--strategy", "sync", "--name", "whole", epochs=4)
+    run("-n", "2", "--strategy", "sync", "--name", "two", "--servers", "1", epochs=2)
+    again = run("-n", "2", "--strategy", "sync", "--name", "two", "--servers", "2", epochs=4)
+    assert again.returncode == 0, again.stderr
+    assert {end[2] for end in ends(again)} == {end[2] for end in ends(whole)}
+
+
+def test_servers_without_a_use_for_them() -> None:
+    done = run("-n", "2", "--servers", "2")
+    assert done.returncode == 2
+    assert "allreduce has no servers" in done.stderr

@@ -1,0 +1,176 @@
+"""The server strategies in the training loop: sync equals all-reduce, resume is exact, the others train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigError
+from paceline.strategies import AllReduce, Async, Bounded, Strategy, Sync, World, make_strategy
+from paceline.strategies.server import Served, options_of
+from paceline.testing.together import together
+from paceline.transport.group import Group
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
+        self.unused = nn.Parameter(torch.ones(5))
+        generator = torch.Generator().manual_seed(0)  # members are threads here, and share the global one
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def train(group: Group, strategy: Strategy, steps: int, *, rate: float = 0.1, **options: Any) -> nn.Module:
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, **options)
+    world = World(group, wires=group._wires, limit_s=20.0)
+    strategy.attach(model, optimizer, world)
+    generator = torch.Generator().manual_seed(group.rank)
+    for step in range(steps):
+        for each in optimizer.param_groups:
+            each["lr"] = rate / (step + 1)  # a schedule, which travels with the push
+        optimizer.zero_grad()
+        x = torch.randn(8, 20, generator=generator)
+        model(x).square().mean().backward()
+        if strategy.finish(optimizer):
+            optimizer.step()
+    strategy.together()
+    strategy.close()
+    return model
+
+
+HOSTS = {"one host": ["a", "a"], "two hosts": ["a", "b"], "three members on two hosts": ["a", "b", "a"]}
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_sync_equals_all_reduce(hosts: list[str]) -> None:
+    def body(group: Group) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        served = train(group, Sync(), 5, weight_decay=0.01)
+        reduced = train(group, AllReduce(), 5, weight_decay=0.01)
+        return list(served.parameters()), list(reduced.parameters())
+
+    results = together(len(hosts), body, hosts=hosts)
+    for served, reduced in results:
+        for mine, first, other in zip(served, results[0][0], reduced):
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("strategy", ["async", "bounded(staleness=1)", "async(correct='drop(4)')"])
+def test_all_end_with_the_same_weights_and_buffers(strategy: str) -> None:
+    def body(group: Group) -> dict[str, torch.Tensor]:
+        return train(group, make_strategy(strategy), 6, rate=0.01).state_dict()
+
+    first, *others = together(3, body, hosts=["a", "b", "a"])
+    for other in others:
+        floats = [name for name, value in first.items() if value.is_floating_point()]
+        assert all(torch.equal(first[name], other[name]) for name in floats)
+    assert all(torch.isfinite(value).all() for value in first.values())
+
+
+def test_a_run_of_one_has_no_servers() -> None:
+    from paceline.transport.group import solo
+
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = Async()
+    strategy.attach(model, optimizer, World(solo()))
+    assert strategy.finish(optimizer)
+    strategy.together()
+    strategy.close()
+
+
+def test_an_optimizer_state_comes_here_for_a_checkpoint_and_goes_back() -> None:
+    def body(group: Group) -> bool:
+        model = Small()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        strategy = Sync()
+        strategy.attach(model, optimizer, World(group, wires=group._wires, limit_s=20.0))
+        for _ in range(3):
+            model(torch.ones(4, 20) * (group.rank + 1)).square().mean().backward()
+            assert not strategy.finish(optimizer)
+        strategy.together(keep=True)
+        if group.rank == 0:
+            held = model.layers[0].weight
+            assert optimizer.state[held]["exp_avg"].shape == held.shape
+            assert optimizer.state[held]["step"] == 3
+            assert model.unused not in optimizer.state
+        strategy.load_own_state([])
+        assert not optimizer.state
+        strategy.together(keep=True)
+        good = group.rank > 0 or optimizer.state[model.layers[0].weight]["step"] == 3
+        strategy.close()
+        return bool(good)
+
+    assert together(2, body) == [True, True]
+
+
+def test_parameters_that_are_added_later_are_served_too() -> None:
+    def body(group: Group) -> list[torch.Tensor]:
+        model = Small()
+        head = list(model.layers[3].parameters())
+        rest = [p for p in model.parameters() if not any(p is h for h in head)]
+        optimizer = torch.optim.SGD(head, lr=0.1)
+        strategy = Sync()
+        strategy.attach(model, optimizer, World(group, wires=group._wires, limit_s=20.0))
+        optimizer.add_param_group({"params": rest, "lr": 0.01})
+        strategy.extend(optimizer)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 20) * (group.rank + 1)).square().mean().backward()
+            strategy.finish(optimizer)
+        strategy.close()
+        return list(model.parameters())
+
+    first, second = together(2, body)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert not torch.equal(first[1], list(Small().parameters())[1])
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    def body(group: Group) -> list[str]:
+        told = []
+        for optimizer, strategy in (
+            (Own(Small().parameters(), lr=0.1), Sync()),
+            (torch.optim.SGD(Small().parameters(), lr=0.1, momentum=0.9), Async(correct="dana(0.9)")),
+        ):
+            with pytest.raises(ConfigError) as error:
+                strategy.attach(Small(), optimizer, World(group, wires=group._wires, limit_s=20.0))
+            told.append(str(error.value))
+            strategy.close(failed=True)
+        return told
+
+    class_error, momentum_error = together(2, body)[0]
+    assert "Own is another one" in class_error
+    assert "momentum" in momentum_error
+
+
+def test_words_name_the_same_objects() -> None:
+    for words, kind in (("sync", Sync), ("sync(backups=1)", Sync), ("bounded(staleness=3)", Bounded), ("async", Async)):
+        made = make_strategy(words)
+        assert type(made) is kind
+        assert isinstance(made, Served)
+    with pytest.raises(ConfigError, match="did you mean 'staleness'"):
+        make_strategy("bounded(stalenes=3)")
+    with pytest.raises(ConfigError, match="unknown correction 'dano'"):
+        make_strategy("async(correct='dano')")
+    for wrong in ("bounded(staleness=-1)", "sync(backups=-1)"):
+        with pytest.raises(ConfigError, match="must not be negative"):
+            make_strategy(wrong)
+    assert options_of({"params": [1], "lr": torch.tensor(0.5), "betas": (0.9, 0.99), "initial_lr": 3}) == {
+        "lr": 0.5,
+        "betas": [0.9, 0.99],
+    }
