@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import hashlib, os, signal, sys, torch, paceline
+import hashlib, os, signal, sys, time, torch, paceline
 from torch.nn import functional as F
 run = paceline.join(progress="off", checkpoint_keep=2)
 torch.manual_seed(run.seed)
@@ -21,13 +21,18 @@ x = torch.randn(160, 10, generator=generator)
 y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
 loader = run.loader(torch.utils.data.TensorDataset(x, y), batch_size=8)
 die, step = int(sys.argv[1]), 0
+slow = 0.1 if "slow" in sys.argv and run.rank else 0.0
 for epoch in run.epochs(int(sys.argv[2])):
+    seen = 0
     for a, b in loader:
+        seen += len(a)
+        time.sleep(slow)
         optimizer.zero_grad()
         F.cross_entropy(model(a), b).backward()
         optimizer.step()
         step += 1
         if step == die and run.rank == run.size - 1: os.kill(os.getpid(), signal.SIGKILL)
+    print("SEEN", epoch, run.rank, seen)
 right = run.evaluate(lambda a, b: {"right": (model(a).argmax(1) == b).float()}, torch.utils.data.TensorDataset(x, y))
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 print("END", run.rank, run.size, digest, f"{right['right']:.3f}")
@@ -41,9 +46,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*args: str, die: int = 0, epochs: int = 3) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paceline", "run", *args, "train.py", str(die), str(epochs)]
+def run(*args: str, die: int = 0, epochs: int = 3, more: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", "run", *args, "train.py", str(die), str(epochs), more]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+
+
+def seen(done: subprocess.CompletedProcess[str], epoch: int) -> dict[int, int]:
+    """Samples by rank."""
+    told = [line.split("SEEN ")[1].split() for line in done.stdout.splitlines() if "SEEN " in line]
+    return {int(rank): int(count) for number, rank, count in told if int(number) == epoch}
 
 
 def ends(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
@@ -74,6 +85,16 @@ def test_a_killed_worker_stops_nobody(strategy: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "rank 2 was lost: exit code -9 (SIGKILL)" in done.stderr
     assert len(ends(done)) == 2
+    assert sum(seen(done, 2).values()) == 160  # after it was lost, nothing is missing
+
+
+def test_a_slow_worker_gets_fewer_batches() -> None:
+    done = run("-n", "2", "--strategy", "async", more="slow")
+    assert done.returncode == 0, done.stderr
+    for epoch in range(3):
+        counts = seen(done, epoch)
+        assert sum(counts.values()) == 160
+        assert counts[0] > 2 * counts[1]
 
 
 @pytest.mark.parametrize("args", [["--strategy", "sync"], ["--strategy", "async", "--servers", "colocated"]])

@@ -209,8 +209,6 @@ def test_the_gate_changes_between_epochs() -> None:
         tables[0].turn("sync")
         for table in tables:
             table.pull()
-        for table in tables:
-            table.step = here.services[0].tables[0].shard.clocks[0]
         at_once(*(lambda t=t: _steps(t, 3) for t in tables))
         assert all(torch.equal(a, b) for a, b in zip(parameters(tables[0]), parameters(tables[1])))
 

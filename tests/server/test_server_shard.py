@@ -167,6 +167,25 @@ def test_a_resting_worker_is_not_waited_for() -> None:
     assert table.closed == [frozenset({2})]
 
 
+def test_who_rests_is_not_waited_for_and_comes_back_level() -> None:
+    table = Table("bounded(staleness=1)", 2)
+    table.whole(0)
+    table.whole(0)
+    assert table.due[0]  # two ahead
+    table.shard.rest(1)
+    table._collect()
+    assert not table.due[0]
+    for _ in range(5):
+        table.whole(0)
+        assert not table.due[0]
+    table.whole(1)  # nobody waits for the steps that it has rested through
+    for _ in range(2):
+        table.whole(0)
+        assert not table.due[0]
+    table.whole(0)
+    assert table.due[0]
+
+
 def test_age_counts_the_pushes_of_others() -> None:
     table = Table("async", 2, correct="drop(2)")
     table.whole(0)

@@ -26,8 +26,10 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.data.batches import Batches
 from paceline.data.fetch import Collate
 from paceline.data.files import Agree
+from paceline.data.mapped import MapFeed
 from paceline.data.partition import ByFile, Partition
 from paceline.data.randomness import mix
+from paceline.data.sampler import Deal
 from paceline.data.source import Feed, Terms, source_of
 
 _OPTIONS = ("collate", "drop_last", "pad", "partition", "prefetch", "seed", "shuffle", "workers")
@@ -56,6 +58,7 @@ class Loader:
     pad: a member that has run out before others gets fillers, with `last_real` 0, so that all loops end at
         the same step. Without it only real samples are handed out, for evaluation.
     agree: all-gather of one number, for `ByFile`.
+    deal: who deals out batches as members ask for them; each then gets as many as it is fast.
     before: called when the user asks for a batch, before anything of it is counted.
     draw: called with (real samples, batch_size) as each batch is handed out.
     on_note: called with what the user should know.
@@ -84,6 +87,7 @@ class Loader:
         pad: bool = True,
         collate: Collate | None = None,
         agree: Agree | None = None,
+        deal: Deal | None = None,
         before: Callable[[], None] | None = None,
         draw: Callable[[int, int], None] | None = None,
         on_note: Callable[[str], None] | None = None,
@@ -104,6 +108,7 @@ class Loader:
             drop_last=drop_last,
             pad=pad,
             collate=collate,
+            deal=deal,
         )
         self.source = source_of(dataset, self.terms, agree)
         self.dataset, self.batch_size, self.seed, self.epoch = dataset, self.terms.batch_size, seed, 0
@@ -225,6 +230,8 @@ class Loader:
                 "an iteration over a loader goes on from one epoch into the next: the checkpoint between these two "
                 "does not hold its place, those from here on do"
             )
+        if isinstance(feed, MapFeed):
+            feed.asked()
         if self.before:
             self.before()
 

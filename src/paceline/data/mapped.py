@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.data.fetch import Fetch
 from paceline.data.randomness import Private, Watch
-from paceline.data.sampler import Course
+from paceline.data.sampler import Course, DealtCourse
 
 
 class MapReader(Watch):
@@ -35,7 +35,7 @@ class MapReader(Watch):
 
     def tasks(self) -> Iterator[tuple[list[int], int]]:
         """The same as pairs of indices and seed, for worker processes."""
-        for turn in self.course.turns(self.pad):
+        for turn in self.course.turns(self.pad, wait=False):  # here a wait would hold up what was fetched already
             yield turn.indices.tolist(), self.course.seed(turn.number)
 
 
@@ -52,6 +52,11 @@ class MapFeed:
         real = self.course.real(self.course.done)
         self.course.done += 1
         return item[0], real
+
+    def asked(self) -> None:
+        """The user asks for the next batch."""
+        if isinstance(self.course, DealtCourse):
+            self.course.asked()
 
     def state(self) -> dict[str, Any]:
         return {"consumed": self.course.consumed(self.course.done), "history": self.course.history()}

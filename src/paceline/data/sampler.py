@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ from paceline.data.partition import Partition
 from paceline.data.randomness import mix, permutation
 
 History = list[list[int]]
+
+
+class Deal(Protocol):
+    """Who deals out batches; see `paceline.data.leases`."""
+
+    def take(self, course: str, total: int, *, wait: bool) -> int | None: ...
+    def done(self, course: str, count: int) -> None: ...
+    def idle(self) -> None:
+        """The user asks for a batch, and there may be none yet."""
 
 
 class Turn(NamedTuple):
@@ -67,6 +76,11 @@ class Sampler:
             rest = rest[~taken[rest]]
         return Course(self, seed, epoch, before, rest, done, spare=order[:1])
 
+    def dealt(self, seed: int, epoch: int, deal: Deal) -> DealtCourse:
+        """The way through an epoch of which this member gets batches as it asks for them."""
+        order = permutation(self.length, seed, epoch) if self.shuffle else torch.arange(self.length)
+        return DealtCourse(self, seed, epoch, order, deal)
+
 
 class Course:
     """One epoch from one point on. `done` counts the global batches since the division was last made."""
@@ -99,7 +113,7 @@ class Course:
         """How many of the batches have real samples on this member."""
         return min(self.batches, -(-len(self.queue) // self.sampler.batch_size))
 
-    def turns(self, pad: bool = True) -> Iterator[Turn]:
+    def turns(self, pad: bool = True, *, wait: bool = True) -> Iterator[Turn]:
         """This member's part in each global batch from `done` on; without `pad`, no fillers."""
         return map(self.turn, range(self.done, self.batches if pad else self.own_batches))
 
@@ -131,3 +145,36 @@ class Course:
     def history(self) -> History:
         now = [[self.sampler.size, self.sampler.batch_size, self.done]] if self.done else []
         return self._before + now
+
+
+class DealtCourse(Course):
+    """One epoch over all samples, whose batches any member may get. `done` counts those of this member."""
+
+    def __init__(self, sampler: Sampler, seed: int, epoch: int, order: Tensor, deal: Deal) -> None:
+        super().__init__(sampler, seed, epoch, [], order, 0, spare=order[:1])
+        self._deal = deal
+        self._name = f"{seed}/{epoch}"
+        self._numbers: list[int] = []  # that this member was lent
+        self._told = 0
+
+    def turns(self, pad: bool = True, *, wait: bool = True) -> Iterator[Turn]:
+        """The batches that this member is lent. `wait`: at the end, for those that others may lose."""
+        while (number := self._deal.take(self._name, self.batches, wait=wait)) is not None:
+            self._numbers.append(number)
+            yield self.turn(number)
+
+    def asked(self) -> None:
+        """The user asks for a batch: those that were handed out are done."""
+        if self.done > self._told:
+            self._told = self.done
+            self._deal.done(self._name, self.done)
+        self._deal.idle()
+
+    def real(self, number: int) -> int:
+        return super().real(self._numbers[number])
+
+    def history(self) -> History:
+        return []  # what all members have done is not known here: an epoch that is resumed begins anew
+
+    def consumed(self, done: int) -> int:
+        return super().consumed(self._numbers[done]) if done < len(self._numbers) else 0

@@ -19,7 +19,7 @@ from paceline.data.fetch import Collate, TensorFetch, fetcher
 from paceline.data.files import Agree, FileFeed, Files
 from paceline.data.mapped import MapFeed
 from paceline.data.partition import ByFile, Columns, Partition, Shuffled, Strided
-from paceline.data.sampler import Sampler
+from paceline.data.sampler import Deal, Sampler
 from paceline.data.stream import Cut, StreamFeed
 
 Feed = MapFeed | StreamFeed | FileFeed
@@ -37,6 +37,7 @@ class Terms:
     drop_last: bool = False
     pad: bool = True  # a member without samples takes part with a filler
     collate: Collate | None = None
+    deal: Deal | None = None  # batches are dealt out as members ask for them, where no partition is given
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -67,6 +68,7 @@ class MapSource:
 
     def __init__(self, dataset: Any, terms: Terms, partition: Partition) -> None:
         self.length, self.terms = len(dataset), terms
+        self._dealt = terms.deal is not None and terms.partition is None and terms.pad
         if not self.length:
             raise ConfigError(f"the dataset ({type(dataset).__name__}) is empty: check the path or the filter")
         self.sampler = Sampler(
@@ -74,8 +76,8 @@ class MapSource:
             partition=partition,
             shuffle=terms.shuffle,
             batch_size=terms.batch_size,
-            rank=terms.rank,
-            size=terms.size,
+            rank=0 if self._dealt else terms.rank,
+            size=1 if self._dealt else terms.size,
             drop_last=terms.drop_last,
         )
         self.fetch = fetcher(dataset, terms.collate)
@@ -89,6 +91,8 @@ class MapSource:
     @cached_property
     def batches(self) -> int | None:
         course = self.sampler.begin(0, 0, [])
+        if self._dealt:
+            return -(-course.batches // self.terms.size)  # where all are equally fast
         return course.batches if self.terms.pad else course.own_batches
 
     def left(self, seed: int, epoch: int, state: dict[str, Any]) -> int | None:
@@ -97,6 +101,9 @@ class MapSource:
         return (course.batches if self.terms.pad else course.own_batches) - course.done
 
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
+        if self._dealt:
+            assert self.terms.deal is not None
+            return MapFeed(self.fetch, self.sampler.dealt(seed, epoch, self.terms.deal), self.terms.pad)
         return MapFeed(self.fetch, self.sampler.begin(seed, epoch, state.get("history", [])), self.terms.pad)
 
 

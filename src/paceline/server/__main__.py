@@ -12,6 +12,7 @@ from paceline.core.view import Member
 from paceline.environment import detect
 from paceline.membership import meet
 from paceline.server.connection import connect
+from paceline.server.dealing import Dealing
 from paceline.server.service import Service
 from paceline.transport.hub import Hub
 from paceline.transport.wires import Wires, own_address
@@ -36,7 +37,9 @@ def main() -> None:
     status.set("connecting")
     wires[0].join(meeting.view, place.rank, limit_s=settings.wait_limit_s, status=status)
     service = Service(limit_s=settings.wait_limit_s)
-    hub = Hub(wires[0], range(place.workers)) if place.rank == place.workers else None
+    hub = dealing = None
+    if place.rank == place.workers:
+        hub, dealing = Hub(wires[0], range(place.workers)), Dealing(wires[0], range(place.workers))
     try:
         for rank in range(place.workers):
             service.attach(connect(wires[0], rank, place.rank))
@@ -46,8 +49,9 @@ def main() -> None:
             status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped")
         status.set("finished")
     finally:
-        if hub:
+        if hub and dealing:
             hub.close()
+            dealing.close()
         service.close()
         wires[0].close()
 

@@ -69,6 +69,7 @@ class Shard:
         self.version = 0
         self.wishes = 0
         self.clocks: dict[int, int] = {}  # by rank, of the workers that are here
+        self._steps: dict[int, int] = {}  # by rank: the number of its last push
         self.applied = self.dropped = 0  # pushes
         self._ready = ready
         self._whole = whole
@@ -90,12 +91,14 @@ class Shard:
     def join(self, rank: int) -> int:
         """A worker comes; the clock at which it begins: that of the slowest, so that nobody waits for its past."""
         self.clocks.setdefault(rank, min(self.clocks.values(), default=0))
+        self._steps.setdefault(rank, self.clocks[rank])
         self._seen[rank] = self.version
-        return self.clocks[rank]
+        return self._steps[rank]
 
     def leave(self, rank: int) -> None:
         """A worker goes, or has died. A push that was under way is forgotten; what was applied of it stays."""
         self.clocks.pop(rank, None)
+        self._steps.pop(rank, None)
         self._under.pop(rank, None)
         self._waits.pop(rank, None)
         self._seen.pop(rank, None)
@@ -106,9 +109,16 @@ class Shard:
             self._go_on()
 
     def rest(self, rank: int) -> None:
-        """A worker will not push for a while: a round with backups does not count on it."""
+        """A worker will not push for a while, and nobody is to wait for it."""
         self._resting.add(rank)
         self._go_on()
+
+    def _wake(self, rank: int) -> None:
+        """A worker that has rested pushes again. Nobody waits for what it has not done meanwhile."""
+        if rank in self._resting:
+            self._resting.discard(rank)
+            awake = [clock for other, clock in self.clocks.items() if other != rank and other not in self._resting]
+            self.clocks[rank] = max(self.clocks[rank], min(awake, default=0))
 
     def turn(self, words: str) -> None:
         """From now on another gate; between two steps of all workers."""
@@ -133,14 +143,14 @@ class Shard:
             )
         if not 0 <= push.read <= self.version or not 0.0 <= push.weight < math.inf:
             raise ConfigError(f"member {rank} names version {push.read} of {self.version} and weight {push.weight}")
-        if push.step != self.clocks[rank] + 1:
-            raise ConfigError(f"member {rank} pushes step {push.step} after step {self.clocks[rank]}")
+        if push.step != self._steps[rank] + 1:
+            raise ConfigError(f"member {rank} pushes step {push.step} after step {self._steps[rank]}")
         if len(push.groups) != len(self.rule.groups):
             raise ConfigError(
                 f"member {rank} has {len(push.groups)} parameter groups, the table {len(self.rule.groups)}"
             )
         age = self.version - push.read
-        self._resting.discard(rank)
+        self._wake(rank)
         self._under[rank] = under = Under(push, age, self._why_not(rank, push, age))
         self._waits[rank] = set()
         if push.wish:
@@ -272,9 +282,13 @@ class Shard:
             self._due(rank, index)
 
     def _tick(self, rank: int, under: Under) -> None:
-        self.clocks[rank] = under.push.step
+        self._count(rank, under.push)
         del self._under[rank]
         self._go_on()
+
+    def _count(self, rank: int, push: Push) -> None:
+        self.clocks[rank] += 1
+        self._steps[rank] = push.step
 
     def _due(self, rank: int, index: int) -> None:
         """A chunk is due to a worker: now, or when the gate opens."""
@@ -284,9 +298,8 @@ class Shard:
             self._waits[rank].add(index)
 
     def _open(self, rank: int) -> bool:
-        under = self._under.get(rank)
-        clock = under.push.step if under else self.clocks[rank]
-        others = [c for r, c in self.clocks.items() if r != rank]
+        clock = self.clocks[rank] + (rank in self._under)
+        others = [c for r, c in self.clocks.items() if r != rank and r not in self._resting]
         return clock - min(others, default=clock) <= self.gate.lead or self.sync
 
     def _go_on(self) -> None:
@@ -353,7 +366,7 @@ class Shard:
         self._summed.clear()
         for rank in sorted(contributors):
             under = self._under.pop(rank)
-            self.clocks[rank] = under.push.step
+            self._count(rank, under.push)
             self._seen[rank] = self.version
             if self._backups:
                 for index in range(len(self.chunks)):

@@ -101,6 +101,9 @@ class AllReduce:
                         )
         return True
 
+    def rest(self) -> None:
+        pass  # it is always dealt as much as the others
+
     def together(self, *, keep: bool = False) -> None:
         pass  # they always are
 

@@ -111,8 +111,7 @@ class Served:
         world = self._world
         if world is None:
             return
-        for each in self._all():
-            each.table.rest()
+        self.rest()
         world.group.barrier()  # all pushes are in
         for each in self._all():
             each.table.pull()
@@ -121,6 +120,11 @@ class Served:
         if keep and world.group.rank == 0:
             self._fetch_state()
         world.group.barrier()  # nobody pushes before all have pulled
+
+    def rest(self) -> None:
+        """This member has no work: nobody is to wait for its pushes."""
+        for each in self._all():
+            each.table.rest()
 
     def turn(self, gate: str | Gate) -> None:
         """Go on with another gate, such as "bounded(staleness=4)"; all members call this, between two epochs."""

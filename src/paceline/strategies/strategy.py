@@ -108,6 +108,9 @@ class Strategy(Protocol):
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """The user calls `optimizer.step()`: whether the optimizer's own step is to run."""
 
+    def rest(self) -> None:
+        """This member waits for work that others may leave to it."""
+
     def together(self, *, keep: bool = False) -> None:
         """All members are between two steps, and wait for each other: at the end of an epoch, before an evaluation, and
         (`keep`) before a checkpoint, for which the first member's model and optimizer are to hold all there is."""

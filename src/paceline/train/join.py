@@ -22,6 +22,7 @@ from paceline.core.status import Status
 from paceline.core.view import Member
 from paceline.environment import Place, detect
 from paceline.membership import meet
+from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, make_strategy
 from paceline.train.ending import Ending
 from paceline.train.progress import MODES, make_progress
@@ -81,12 +82,13 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     own = strategy is not None and not isinstance(strategy, str) and "strategy" not in agreed.pinned
     chosen = make_strategy(strategy if own else agreed.strategy, agreed.codec)
     status = Status(directory / "status" / f"rank-{place.rank}", place.host)
-    group = solo()
+    group, dealer = solo(), None
     if wires:
         status.set("connecting")
         wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status)
         if place.servers and chosen.forgives:
             group = HubGroup(wires[0], range(place.workers), place.workers)
+            dealer = Dealer(wires[0], place.workers)
         else:
             group = _form(wires[0], place.workers, agreed.transport, device)
     status.set("preparing")
@@ -111,6 +113,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         ending=ending,
         wires=wires[0] if wires else None,
         servers=range(place.workers, place.size),
+        dealer=dealer,
     )
     ending.watch(run._finish, [group.close, *(w.close for w in wires), *closers])
     if place.kind == "paceline" and place.rank == 0:

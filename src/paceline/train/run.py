@@ -19,6 +19,8 @@ from paceline.core.events import Events
 from paceline.core.settings import Settings
 from paceline.core.status import Status
 from paceline.data import Loader
+from paceline.data.sampler import Deal
+from paceline.server.dealing import Dealer, DealsFor
 from paceline.strategies import Strategy, Tally, World
 from paceline.train import metrics
 from paceline.train.ending import Ending
@@ -50,6 +52,7 @@ class Run:
         ending: Ending,
         wires: Wires | None = None,
         servers: Sequence[int] = (),
+        dealer: Dealer | None = None,
     ) -> None:
         self.settings = settings
         self.dir = directory
@@ -59,6 +62,9 @@ class Run:
         self.size = group.size
         self.is_first = group.rank == 0
         self.seed = settings.seed
+        self._dealer = dealer
+        if dealer:
+            dealer.on_wait = strategy.rest
         self._strategy = strategy
         self._events = events
         self._status = status
@@ -132,6 +138,7 @@ class Run:
             draw=self._drawn if options.get("pad", True) else None,  # evaluation weighs nothing
             before=lambda: self._between_steps(loader),
             agree=self._agree,
+            deal=self._deals(len(self._loaders)),
             on_note=self._warn,
             **options,
         )
@@ -361,6 +368,9 @@ class Run:
             self._tally.add(real, nominal)
         elif real != nominal:
             self._tally.passed_over = True
+
+    def _deals(self, loader: int) -> Deal | None:
+        return DealsFor(self._dealer, str(loader)) if self._dealer else None
 
     def _agree(self, value: int) -> list[int]:
         return [int(t) for t in self.group.all_gather(torch.tensor([value]))]

@@ -1,0 +1,173 @@
+"""Batches dealt out by the first server, and a worker's side of it.
+
+A worker asks for its next batch and gets a number, or the word that the epoch is over. Where all batches are lent but
+some not yet done, it waits: should one of the others be lost, its batches are dealt again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from paceline.core.errors import Interrupted, PacelineError, TimedOut
+from paceline.data.leases import Leases
+from paceline.transport.channel import Channel
+from paceline.transport.wires import Wires
+
+_LANE = "deal"
+_LOOK_S = 1.0
+_KEPT = 64  # courses that are over
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """A batch of this course, please; `wait`: until the course is over where all are lent."""
+
+    course: str
+    total: int
+    wait: bool
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """So many of the batches that I was lent are done."""
+
+    course: str
+    count: int
+
+
+_asked = msgspec.msgpack.Decoder(Ask | Done)
+_number = msgspec.msgpack.Decoder(int)
+_encode = msgspec.msgpack.Encoder().encode
+OVER, WAIT = -1, -2  # in the place of a number
+
+
+class Dealing:
+    """The server's side: a thread for each worker."""
+
+    def __init__(self, wires: Wires, ranks: Sequence[int]) -> None:
+        self._changed = threading.Condition()
+        self._courses: dict[str, Leases] = {}
+        self._closed = False
+        self._channels = {rank: wires.mesh.channel(rank, _LANE) for rank in ranks}
+        self._waits: dict[int, Ask] = {}
+        self._told: set[int] = set()  # of these, who knows that it waits
+        for rank, channel in self._channels.items():
+            threading.Thread(target=self._listen, args=(rank, channel), name="paceline-deal", daemon=True).start()
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def _listen(self, rank: int, channel: Channel) -> None:
+        with contextlib.suppress(PacelineError, msgspec.DecodeError):
+            while True:
+                try:
+                    message = _asked.decode(channel.recv(_LOOK_S))
+                except TimedOut:
+                    if channel.closed:
+                        break
+                    continue
+                with self._changed:
+                    if isinstance(message, Done):
+                        if leases := self._courses.get(message.course):
+                            leases.done(rank, message.count)
+                    else:
+                        self._course(message)
+                        self._waits[rank] = message
+                    self._answer()
+        channel.close()
+        with self._changed:
+            self._waits.pop(rank, None)
+            self._told.discard(rank)
+            for leases in self._courses.values():
+                leases.lost(rank)
+            self._answer()
+
+    def _course(self, ask: Ask) -> Leases:
+        if ask.course not in self._courses:
+            self._courses[ask.course] = Leases(ask.total)
+            for name in list(self._courses)[:-_KEPT]:
+                del self._courses[name]
+        return self._courses[ask.course]
+
+    def _answer(self) -> None:
+        """Answer all who can be answered now."""
+        for rank, ask in sorted(self._waits.items()):
+            leases = self._course(ask)
+            number = leases.take(rank)
+            if number is None and ask.wait and not leases.over:
+                if rank not in self._told:
+                    self._told.add(rank)
+                    self._say(rank, WAIT)
+                continue
+            del self._waits[rank]
+            self._told.discard(rank)
+            self._say(rank, OVER if number is None else number)
+
+    def _say(self, rank: int, number: int) -> None:
+        with contextlib.suppress(PacelineError):  # its own thread will notice
+            self._channels[rank].send(_encode(number))
+
+
+class Dealer:
+    """A worker's side."""
+
+    def __init__(self, wires: Wires, server: int) -> None:
+        self.on_wait: Callable[[], None] = lambda: None  # called where the others' batches are waited for
+        self._waiting = False
+        self._channel = wires.mesh.channel(server, _LANE)
+        self._asking = threading.Lock()  # one asks, and waits for the answer
+        self._sending = threading.Lock()
+
+    def take(self, course: str, total: int, *, wait: bool) -> int | None:
+        """The number of this worker's next batch; None: there is none."""
+        with self._asking:
+            self._send(Ask(course, total, wait))
+            while True:
+                try:
+                    number = _number.decode(self._channel.recv(_LOOK_S))
+                    self._waiting = number == WAIT
+                    if not self._waiting:
+                        break
+                    self.on_wait()
+                except TimedOut:  # bounded by the others' steps: the server answers when one is done or lost
+                    if self._channel.closed:
+                        raise
+                except msgspec.DecodeError as error:
+                    raise Interrupted(f"the server dealt what cannot be read: {error}") from None
+        return None if number == OVER else number
+
+    def done(self, course: str, count: int) -> None:
+        """The first `count` batches that this worker was lent are trained."""
+        self._send(Done(course, count))
+
+    def idle(self) -> None:
+        """This worker's loop asks for a batch: where none can be dealt yet, nobody is to wait for it."""
+        if self._waiting:
+            self.on_wait()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _send(self, message: Ask | Done) -> None:
+        with self._sending:
+            self._channel.send(_encode(message))
+
+
+class DealsFor:
+    """A dealer for one of a worker's loaders."""
+
+    def __init__(self, dealer: Dealer, loader: str) -> None:
+        self._dealer = dealer
+        self._loader = loader
+
+    def take(self, course: str, total: int, *, wait: bool) -> int | None:
+        return self._dealer.take(f"{self._loader}/{course}", total, wait=wait)
+
+    def done(self, course: str, count: int) -> None:
+        self._dealer.done(f"{self._loader}/{course}", count)
+
+    def idle(self) -> None:
+        self._dealer.idle()

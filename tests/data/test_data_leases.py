@@ -1,0 +1,127 @@
+"""Batches that are dealt out: each is trained once, whoever is fast, slow or lost."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.data import Loader
+from paceline.data.leases import Leases
+from paceline.server.dealing import Dealer, Dealing, DealsFor
+from paceline.testing.together import together
+from paceline.transport.group import Group
+
+
+@settings(deadline=None)
+@given(data=st.data(), total=st.integers(0, 30), members=st.integers(1, 4))
+def test_every_batch_is_done_once_by_someone_who_stays(data: st.DataObject, total: int, members: int) -> None:
+    leases = Leases(total)
+    here = set(range(members))
+    held: dict[int, list[int]] = {rank: [] for rank in here}
+    done: Counter[int] = Counter()
+    told = Counter[int]()
+    while not leases.over:
+        rank = data.draw(st.sampled_from(sorted(here)))
+        what = data.draw(st.sampled_from(["take", "take", "done", "lost"]))
+        if what == "lost" and len(here) > 1 and data.draw(st.booleans()):
+            here.discard(rank)
+            leases.lost(rank)
+        elif what == "take" and (number := leases.take(rank)) is not None:
+            held[rank].append(number)
+        elif held[rank]:
+            done[held[rank].pop(0)] += 1
+            told[rank] += 1
+            leases.done(rank, told[rank])
+    assert done == Counter(range(total))
+    assert leases.take(min(here)) is None
+
+
+def dealt(size: int, body: Callable[[Dealer, int], list[int]]) -> list[list[int]]:
+    """What the members return; one more deals until they are done."""
+    over = threading.Barrier(size + 1)
+
+    def member(group: Group) -> list[int]:
+        wires = group._wires
+        assert wires is not None
+        if wires.rank == size:
+            dealing = Dealing(wires, range(size))
+            over.wait(30)
+            dealing.close()
+            return []
+        dealer = Dealer(wires, size)
+        try:
+            return body(dealer, wires.rank)
+        finally:
+            over.wait(30)
+            dealer.close()
+
+    return together(size + 1, member, hosts=["a", "b", "a", "a"][: size + 1])[:size]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_is_shared_by_those_who_ask(workers: int) -> None:
+    def body(dealer: Dealer, rank: int) -> list[int]:
+        loader = Loader(
+            torch.utils.data.StackDataset(torch.arange(103)) if workers else torch.arange(103),
+            batch_size=4,
+            rank=rank,
+            size=3,
+            seed=5,
+            workers=workers,
+            deal=DealsFor(dealer, "0"),
+        )
+        seen = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                values = batch[0] if workers else batch
+                assert loader.last_real == len(values)
+                seen += [epoch * 1000 + int(v) for v in values]
+        return seen
+
+    seen = [v for mine in dealt(3, body) for v in mine]
+    assert sorted(seen) == [epoch * 1000 + v for epoch in range(2) for v in range(103)]
+
+
+def test_what_a_lost_member_had_is_dealt_again() -> None:
+    first = threading.Event()
+
+    def body(dealer: Dealer, rank: int) -> list[int]:
+        if rank == 1:
+            mine = [dealer.take("x", 6, wait=True) for _ in range(3)]
+            dealer.done("x", 1)
+            first.set()
+            dealer.close()  # two that it has not done
+            return [mine[0]] if mine[0] is not None else []
+        first.wait(10)
+        done = []
+        while (number := dealer.take("x", 6, wait=True)) is not None:
+            done.append(number)
+            dealer.done("x", len(done))
+        return done
+
+    mine, lost = dealt(2, body)
+    assert sorted(mine + lost) == list(range(6))
+
+
+def test_a_partition_of_the_users_own_is_not_dealt() -> None:
+    from paceline.data.partition import Contiguous
+
+    class Nobody:
+        def take(self, course: str, total: int, *, wait: bool) -> int | None:
+            raise AssertionError
+
+        def done(self, course: str, count: int) -> None:
+            raise AssertionError
+
+        def idle(self) -> None:
+            raise AssertionError
+
+    loader = Loader(torch.arange(8), batch_size=2, rank=1, size=2, partition=Contiguous(), shuffle=False, deal=Nobody())
+    assert [b.tolist() for b in loader] == [[4, 5], [6, 7]]
