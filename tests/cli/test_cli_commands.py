@@ -77,7 +77,7 @@ def test_flags_become_settings():
     parser = flags.Parser(prog="x")
     flags.add_settings(parser)
     text = (
-        "--strategy allreduce --codec sign --name a --root r --fresh --seed 1 --device cuda:1 --transport gloo "
+        "--strategy async --servers 3 --codec sign --name a --root r --fresh --seed 1 --device cuda:1 --transport gloo "
         "--progress off --checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite"
     )
     args = shlex.split(text)
@@ -85,7 +85,8 @@ def test_flags_become_settings():
     assert sorted(settings.pinned) == sorted(NAMES)
     assert settings == Settings(
         pinned=settings.pinned,
-        strategy="allreduce",
+        strategy="async",
+        servers="3",
         codec="sign",
         name="a",
         root="r",

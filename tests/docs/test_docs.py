@@ -297,7 +297,7 @@ def test_options_are_complete() -> None:
 def test_the_run_is_complete() -> None:
     text = (ROOT / "docs/reference/run.md").read_text()
     methods = {n: f for n, f in inspect.getmembers(paceline.Run, inspect.isfunction) if not n.startswith("_")}
-    observed = {"allow_step", "after_step", "cleared", "group_added"}  # the optimizer's, not the user's
+    observed = {"own_step", "after_step", "cleared", "group_added"}  # the optimizer's, not the user's
     for name, method in methods.items():
         if name in observed:
             continue
