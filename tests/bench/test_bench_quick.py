@@ -16,6 +16,8 @@ FIGURES = {
     "allreduce": {"speedup_25mb", "speedup_100mb", "share_of_copy_limit"},
     "step": {"speedup_mlp", "speedup_cnn", "speedup_gpt"},
     "overhead": {"overhead_cnn", "overhead_gpt", "memory_over_ddp"},
+    "server": {"speedup_tcp", "speedup_shm", "cpu_tcp"},
+    "straggler": {"async_share_of_sum", "bounded_over_sync"},
     "scaling": {"mlp_efficiency_1", "mlp_ours_1"},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -94,14 +95,14 @@ def test_what_a_lost_member_had_is_dealt_again() -> None:
 
     def body(dealer: Dealer, rank: int) -> list[int]:
         if rank == 1:
-            mine = [dealer.take("x", 6, wait=True) for _ in range(3)]
+            mine = [dealer.take("x", 6, wait=True, waits=lambda: None) for _ in range(3)]
             dealer.done("x", 1)
             first.set()
             dealer.close()  # two that it has not done
             return [mine[0]] if mine[0] is not None else []
         first.wait(10)
         done = []
-        while (number := dealer.take("x", 6, wait=True)) is not None:
+        while (number := dealer.take("x", 6, wait=True, waits=lambda: None)) is not None:
             done.append(number)
             dealer.done("x", len(done))
         return done
@@ -114,14 +115,50 @@ def test_a_partition_of_the_users_own_is_not_dealt() -> None:
     from paceline.data.partition import Contiguous
 
     class Nobody:
-        def take(self, course: str, total: int, *, wait: bool) -> int | None:
+        def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
             raise AssertionError
 
         def done(self, course: str, count: int) -> None:
             raise AssertionError
 
-        def idle(self) -> None:
+        def rest(self) -> None:
             raise AssertionError
 
     loader = Loader(torch.arange(8), batch_size=2, rank=1, size=2, partition=Contiguous(), shuffle=False, deal=Nobody())
     assert [b.tolist() for b in loader] == [[4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_member_rests_when_it_has_nothing_to_train_and_not_before(background: bool) -> None:
+    """A dealer that deals three batches, lets the member wait, and deals one more."""
+    dealt, rested, go_on = iter([0, 1, 2, 3, None]), [], threading.Event()
+
+    class Slow:
+        def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+            number = next(dealt)
+            if number == 3:
+                waits()
+                go_on.wait(10)
+            return number
+
+        def done(self, course: str, count: int) -> None:
+            pass
+
+        def rest(self) -> None:
+            rested.append(len(seen))
+            go_on.set()
+
+    class Rows(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, i: int) -> int:
+            time.sleep(0.02 if background else 0.0)  # slow enough to be fetched ahead
+            return i
+
+    seen: list[int] = []
+    for batch in Loader(Rows(), batch_size=2, size=2, deal=Slow(), prefetch=3):
+        seen.append(len(batch))
+        time.sleep(0.05)
+    assert seen == [2, 2, 2, 2]
+    assert set(rested) == {3}

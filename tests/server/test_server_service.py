@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from paceline.core.errors import ConfigError, Interrupted, PacelineError
+from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server import messages as m
 from paceline.server import service as service_module
 from paceline.server.client import Client, Table
@@ -401,3 +401,13 @@ def _steps(table: Table, count: int) -> int:
     for _ in range(count):
         table.push([torch.ones(shape) * 0.01 for shape in SHAPES], [SGD])
     return count
+
+
+def test_a_wait_for_others_has_a_limit() -> None:
+    with place(1, 1) as here:
+        client = here.join(1)
+        client.limit_s = 0.3
+        here.clients.append(client)
+        tables = at_once(*(lambda c=c: opened(c, "sync") for c in here.clients))
+        with pytest.raises(TimedOut, match=r"no weights came within 0\.3 s"):
+            _steps(tables[1], 1)

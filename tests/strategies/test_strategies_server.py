@@ -49,6 +49,18 @@ def train(group: Group, strategy: Strategy, steps: int, *, rate: float = 0.1, **
     return model
 
 
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "a", "b", "b"], ["a", "b", "b"]], ids="-".join)
+def test_one_push_per_host_gives_what_one_per_worker_gives(hosts: list[str]) -> None:
+    def parameters(strategy: type[Sync], **options: Any) -> list[list[torch.Tensor]]:
+        return together(len(hosts), lambda g: list(train(g, strategy(**options), 4).parameters()), hosts=hosts)
+
+    together_pushed, pushed = parameters(Sync, per_host=True), parameters(Sync)
+    for mine in together_pushed:
+        for p, first, other in zip(mine, together_pushed[0], pushed[0]):
+            assert torch.equal(p, first)
+            torch.testing.assert_close(p, other)
+
+
 HOSTS = {"one host": ["a", "a"], "two hosts": ["a", "b"], "three members on two hosts": ["a", "b", "a"]}
 
 
@@ -174,3 +186,17 @@ def test_words_name_the_same_objects() -> None:
         "lr": 0.5,
         "betas": [0.9, 0.99],
     }
+
+
+@pytest.mark.parametrize("codec", ["nonzero", "topk(0.1)", "quantize(8)"])
+def test_codes_travel_between_hosts(codec: str) -> None:
+    def body(group: Group) -> list[torch.Tensor]:
+        return list(train(group, make_strategy("sync", codec), 5).parameters())
+
+    first, second = together(2, body, hosts=["a", "b"])
+    plain, _ = together(2, lambda group: list(train(group, Sync(), 5).parameters()), hosts=["a", "b"])
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    if codec == "nonzero":
+        assert all(torch.equal(a, b) for a, b in zip(first, plain))
+    else:
+        assert not all(torch.equal(a, b) for a, b in zip(first, plain))

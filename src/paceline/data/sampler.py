@@ -11,7 +11,7 @@ saved on two members goes on with four or one, and no sample is lost or visited 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,10 +28,14 @@ History = list[list[int]]
 class Deal(Protocol):
     """Who deals out batches; see `paceline.data.leases`."""
 
-    def take(self, course: str, total: int, *, wait: bool) -> int | None: ...
-    def done(self, course: str, count: int) -> None: ...
-    def idle(self) -> None:
-        """The user asks for a batch, and there may be none yet."""
+    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+        """The next batch's number; `waits` is called where it depends on others whether there is one."""
+
+    def done(self, course: str, count: int) -> None:
+        """So many of the batches that this member was lent are trained."""
+
+    def rest(self) -> None:
+        """This member has nothing to do until it is dealt a batch."""
 
 
 class Turn(NamedTuple):
@@ -155,20 +159,35 @@ class DealtCourse(Course):
         self._deal = deal
         self._name = f"{seed}/{epoch}"
         self._numbers: list[int] = []  # that this member was lent
-        self._told = 0
+        self._told = 0  # of them, how many are known to be done
+        self._waiting = False  # for a batch that others may leave
 
     def turns(self, pad: bool = True, *, wait: bool = True) -> Iterator[Turn]:
         """The batches that this member is lent. `wait`: at the end, for those that others may lose."""
-        while (number := self._deal.take(self._name, self.batches, wait=wait)) is not None:
+        while True:
+            number = self._deal.take(self._name, self.batches, wait=wait, waits=self._wait)
+            self._waiting = False
+            if number is None:
+                return
             self._numbers.append(number)
             yield self.turn(number)
+
+    def _wait(self) -> None:
+        self._waiting = True
+        self._rest_if_idle()
+
+    def _rest_if_idle(self) -> None:
+        """Called by whoever fetches and by whoever trains: the later of both finds that there is nothing to train."""
+        if len(self._numbers) == self.done == self._told:
+            self._deal.rest()
 
     def asked(self) -> None:
         """The user asks for a batch: those that were handed out are done."""
         if self.done > self._told:
             self._told = self.done
             self._deal.done(self._name, self.done)
-        self._deal.idle()
+        if self._waiting:
+            self._rest_if_idle()
 
     def real(self, number: int) -> int:
         return super().real(self._numbers[number])

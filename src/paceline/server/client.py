@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from paceline.core.errors import Interrupted, PacelineError, TimedOut
 from paceline.core.status import Status
 from paceline.server import messages as m
 from paceline.server.connection import Block, Connection, bytes_of
+from paceline.server.packing import Packer, coded
 from paceline.server.placement import Chunk, Piece, Tensor, dtype_of, place
 from paceline.server.shard import offsets, room
 
@@ -33,6 +36,7 @@ class Client:
         self, rank: int, connections: Sequence[Connection], *, limit_s: float = 300.0, status: Status | None = None
     ) -> None:
         self.rank = rank
+        self.limit_s = limit_s
         self.status = status or Status(None)
         self.ports = [Port(i, connection, limit_s, self.status) for i, connection in enumerate(connections)]
         self.tables: list[Table] = []
@@ -67,6 +71,7 @@ class Table:
         self._client = client
         self._slots = [Slot(p) for _, p in tensors]
         self._tensors = tuple(t for t, _ in tensors)
+        self.packer = Packer(rule.codec, rank=client.rank) if rule.codec else None
         self._placement = place(self._tensors, len(client.ports), cut=cut)
         self._parts = [Part(self, port, self._placement.of(port.server)) for port in client.ports]
         opens = [
@@ -125,7 +130,10 @@ class Table:
             )
             return part.push(head, flat)
 
+        known = len(self.dropped)
         self._each(work)
+        if self.packer and len(self.dropped) > known:
+            self.packer.give_back()
         self._install()
 
     def rest(self) -> None:
@@ -154,19 +162,52 @@ class Table:
             part.states.clear()
         return whole
 
+    def unsaid(self) -> dict[str, torch.Tensor]:
+        """What the codec has left unsaid, by the parameter's name; momenta that it keeps follow in further rows."""
+        whole: dict[str, torch.Tensor] = {}
+        if self.packer:
+            rows = self.packer.codec.rows
+            for (number, start, stop), residual in self.packer.residuals.items():
+                tensor = self._tensors[number]
+                own = whole.setdefault(tensor.name, torch.zeros(rows, tensor.numel))
+                own[:, start:stop] = residual.view(rows, -1)
+        return whole
+
+    def add_unsaid(self, unsaid: dict[str, torch.Tensor]) -> None:
+        """Take over what a codec of the same kind had left unsaid."""
+        if self.packer is None:
+            return
+        for chunk in self._placement.chunks:
+            for piece in chunk.pieces:
+                own = unsaid.get(self._tensors[piece.tensor].name)
+                if own is not None and coded(chunk, piece) and own.shape[0] == self.packer.codec.rows:
+                    key = (piece.tensor, piece.start, piece.stop)
+                    part = own[:, piece.start : piece.stop].reshape(-1)
+                    self.packer.residuals[key] = self.packer.residuals.get(key, torch.zeros_like(part)) + part
+
     def store_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Give the servers the optimizer's state."""
         self._each(lambda part: part.store_state(states))
 
     def _each(self, work: Callable[[Part], Future[None]]) -> None:
         """Have all servers' parts work, and wait for them."""
+        status, limit_s = self._client.status, self._client.limit_s
+        before = status.what
         futures = [work(part) for part in self._parts]
+        status.set("waiting for the servers")
+        deadline = time.monotonic() + limit_s
         error: BaseException | None = None
         for future in futures:
             try:
-                future.result()  # bounded: ports limit their waits
+                future.result(max(0.0, deadline - time.monotonic()))
+            except FutureTimeout:
+                error = error or TimedOut(
+                    f"no weights came within {limit_s:g} s: a worker that the others wait for may be stuck. `paceline "
+                    "status` shows what each does; raise --wait-limit-s where steps take longer"
+                )
             except BaseException as raised:
                 error = error or raised
+        status.set(before)
         if error is not None:
             raise error
 
@@ -266,6 +307,10 @@ class Part:
                     self._gather(chunk, gradients, self._block.data[place : place + chunk.nbytes])
                     self.port.say(m.Part(chunk=index, nbytes=0, missing=missing))
                     self.port.shown_bytes += chunk.nbytes
+                elif packer := self._table.packer:
+                    body = self._gather(chunk, gradients, self._staging)
+                    sizes, codes = packer.pack(chunk, body, missing, head.step)
+                    self.port.say(m.Part(chunk=index, nbytes=codes.numel(), missing=missing, sizes=sizes), codes)
                 elif len(chunk.pieces) == 1 and not missing:
                     piece = chunk.pieces[0]
                     gradient = gradients[piece.tensor]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -115,26 +116,29 @@ class Dealer:
     """A worker's side."""
 
     def __init__(self, wires: Wires, server: int) -> None:
-        self.on_wait: Callable[[], None] = lambda: None  # called where the others' batches are waited for
-        self._waiting = False
+        self.rest: Callable[[], None] = lambda: None  # called where this worker has nothing to do for a while
+        self._limit_s = wires.limit_s
         self._channel = wires.mesh.channel(server, _LANE)
         self._asking = threading.Lock()  # one asks, and waits for the answer
         self._sending = threading.Lock()
 
-    def take(self, course: str, total: int, *, wait: bool) -> int | None:
-        """The number of this worker's next batch; None: there is none."""
+    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+        """The number of this worker's next batch; None: there is none. `waits` is called where it has to wait."""
         with self._asking:
             self._send(Ask(course, total, wait))
+            deadline = time.monotonic() + self._limit_s
             while True:
                 try:
                     number = _number.decode(self._channel.recv(_LOOK_S))
-                    self._waiting = number == WAIT
-                    if not self._waiting:
+                    if number != WAIT:
                         break
-                    self.on_wait()
-                except TimedOut:  # bounded by the others' steps: the server answers when one is done or lost
-                    if self._channel.closed:
-                        raise
+                    waits()
+                except TimedOut:  # the server answers when another worker's batch is done, or it is lost
+                    if time.monotonic() > deadline:
+                        raise TimedOut(
+                            f"the other workers did not end their batches within {self._limit_s:g} s: `paceline "
+                            "status` shows what each does; raise --wait-limit-s where steps take longer"
+                        ) from None
                 except msgspec.DecodeError as error:
                     raise Interrupted(f"the server dealt what cannot be read: {error}") from None
         return None if number == OVER else number
@@ -142,11 +146,6 @@ class Dealer:
     def done(self, course: str, count: int) -> None:
         """The first `count` batches that this worker was lent are trained."""
         self._send(Done(course, count))
-
-    def idle(self) -> None:
-        """This worker's loop asks for a batch: where none can be dealt yet, nobody is to wait for it."""
-        if self._waiting:
-            self.on_wait()
 
     def close(self) -> None:
         self._channel.close()
@@ -163,11 +162,11 @@ class DealsFor:
         self._dealer = dealer
         self._loader = loader
 
-    def take(self, course: str, total: int, *, wait: bool) -> int | None:
-        return self._dealer.take(f"{self._loader}/{course}", total, wait=wait)
+    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+        return self._dealer.take(f"{self._loader}/{course}", total, wait=wait, waits=waits)
 
     def done(self, course: str, count: int) -> None:
         self._dealer.done(f"{self._loader}/{course}", count)
 
-    def idle(self) -> None:
-        self._dealer.idle()
+    def rest(self) -> None:
+        self._dealer.rest()

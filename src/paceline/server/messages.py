@@ -35,6 +35,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[Options]
     gate: str  # in words
     correct: str = ""  # corrections, in words
+    codec: str = ""  # of pushes that do not go through shared memory, in words
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", kw_only=True):
@@ -82,6 +83,7 @@ class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
     chunk: int
     nbytes: int
     missing: tuple[int, ...] = ()  # pieces without a gradient
+    sizes: tuple[int, ...] = ()  # of codes: bytes of each piece
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):

@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.codecs import PayloadError
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server import messages as m
 from paceline.server.connection import Block, Connection, bytes_of
+from paceline.server.packing import most, servable, unpack
 from paceline.server.placement import Tensor, dtype_of, place
 from paceline.server.shard import Shard, offsets, room
 
@@ -144,6 +146,7 @@ class Table:
         self.terms = terms
         placement = place(terms.tensors, terms.servers, cut=terms.cut, view=service.view)
         self.chunks = placement.of(terms.server)
+        self.codec = servable(terms.rule.codec) if terms.rule.codec else None
         self.places = offsets(self.chunks)
         self.nbytes = room(self.chunks)
         self.block = Block(max(self.nbytes, 1))
@@ -356,12 +359,23 @@ class Session:
             part = self._next()
             if not isinstance(part, m.Part) or part.chunk != index:
                 raise ConfigError(f"member {self.rank} pushed no part {index}")
-            if part.nbytes != (0 if inbox is not None else chunk.nbytes):
+            if table.codec and inbox is None:
+                fits = 0 <= part.nbytes <= most(table.codec, chunk)
+            else:
+                fits = part.nbytes == (0 if inbox is not None else chunk.nbytes)
+            if not fits:
                 raise ConfigError(f"member {self.rank} announced {part.nbytes} bytes for a chunk of {chunk.nbytes}")
             if any(not 0 <= piece < len(chunk.pieces) for piece in part.missing):
                 raise ConfigError(f"member {self.rank} leaves out pieces that chunk {index} does not have")
             buffer = None
-            if inbox is None:
+            if table.codec and inbox is None:
+                codes = torch.empty(part.nbytes, dtype=torch.uint8)
+                self._channel.recv_raw_into(bytes_of(codes), self._service.limit_s)
+                try:
+                    raw = unpack(table.codec, chunk, part.sizes, codes).view(torch.uint8)
+                except PayloadError as error:
+                    raise ConfigError(f"member {self.rank} pushed codes that cannot be read: {error}") from None
+            elif inbox is None:
                 buffer = self._buffers.take(chunk.nbytes, lambda: not self._over and not self._channel.closed)
                 raw = buffer[: chunk.nbytes]
                 self._channel.recv_raw_into(bytes_of(raw), self._service.limit_s)

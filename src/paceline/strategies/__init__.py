@@ -7,9 +7,10 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.words import build
+from paceline.server.packing import servable
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.reducers import Method
-from paceline.strategies.server import Async, Bounded, Sync
+from paceline.strategies.server import Async, Bounded, Served, Sync
 from paceline.strategies.strategy import Strategy, Tally, World
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
@@ -25,7 +26,10 @@ def make_strategy(words: Any, codec: str = "") -> Strategy:
     strategy: Strategy = build(words, STRATEGIES, "strategy") if isinstance(words, str) else words
     if codec and isinstance(strategy, AllReduce):
         strategy.method = Method.of(codec)
-    elif codec:
+    elif codec and codec != "none" and isinstance(strategy, Served):
+        servable(codec)
+        strategy.codec = codec
+    elif codec and codec != "none":
         raise ConfigError(f"codec={codec!r}: {type(strategy).__name__} has no use for a codec")
     return strategy
 

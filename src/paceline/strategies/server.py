@@ -28,6 +28,7 @@ from paceline.server.placement import Tensor
 from paceline.server.service import Service
 from paceline.server.shard import optimizer_class
 from paceline.staleness import Correction, make_corrections
+from paceline.strategies.front import Front
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
 
@@ -42,11 +43,17 @@ _NOT_SENT = ("params", "param_names", "initial_lr")
 class Served:
     """What the three have in common."""
 
-    def __init__(self, gate: Gate, correct: Correction | str | Sequence[Correction | str] | None) -> None:
+    def __init__(
+        self, gate: Gate, correct: Correction | str | Sequence[Correction | str] | None, *, per_host: bool = False
+    ) -> None:
         self.gate = gate
+        self.codec = ""  # in words; see `paceline.server.packing`
         self._correct = make_corrections(correct)
+        self._per_host = per_host
+        self._front: Front | None = None  # this host's workers, where they push as one
         self._world: World | None = None
-        self._client: Client | None = None
+        self._met = False
+        self._client: Client | None = None  # None on workers for which another one pushes
         self._service: Service | None = None  # the shard that lives with this worker
         self._models: list[torch.nn.Module] = []
         self._tables: dict[int, list[_Held]] = {}  # by id of the optimizer
@@ -60,7 +67,7 @@ class Served:
         if world.group.size == 1 and not world.servers:
             return
         self._world = world
-        if self._client is None:
+        if not self._met:
             self._meet(world)
         new = not any(m is model for m in self._models)
         if new:
@@ -94,11 +101,10 @@ class Served:
         options = [options_of(group) for group in optimizer.param_groups]
         began = time.monotonic()
         for each in held:
-            gradients = [p.grad for p in each.parameters]
-            each.table.push(gradients, options[: each.groups], weight=weight, wish=self.sync and world.wish)
+            each.push(options[: each.groups], weight, self.sync and world.wish)
         world.waited_s += time.monotonic() - began
         world.sent_bytes = self._client.sent_bytes if self._client else 0
-        seen = max(each.table.wishes for each in held)
+        seen = max(each.wishes for each in held)
         world.granted = world.granted or seen > self._wishes
         self._wishes = max(self._wishes, seen)
         return False
@@ -114,7 +120,7 @@ class Served:
         self.rest()
         world.group.barrier()  # all pushes are in
         for each in self._all():
-            each.table.pull()
+            each.pull()
         for model in self._models:
             make_equal(world.group, {}, dict(model.named_buffers()))
         if keep and world.group.rank == 0:
@@ -124,7 +130,8 @@ class Served:
     def rest(self) -> None:
         """This member has no work: nobody is to wait for its pushes."""
         for each in self._all():
-            each.table.rest()
+            if each.table:
+                each.table.rest()
 
     def turn(self, gate: str | Gate) -> None:
         """Go on with another gate, such as "bounded(staleness=4)"; all members call this, between two epochs."""
@@ -135,8 +142,9 @@ class Served:
         world.group.barrier()
         if world.group.rank == 0:
             for each in self._all():
-                each.table.turn(self.gate.words)
-                each.table.pull()  # when it is back, the servers have turned
+                if each.table:
+                    each.table.turn(self.gate.words)
+                    each.table.pull()  # when it is back, the servers have turned
         world.group.barrier()
 
     @property
@@ -149,10 +157,9 @@ class Served:
         return isinstance(self.gate, Together)
 
     def readings(self) -> dict[str, Any]:
-        dropped = sum(len(each.table.dropped) for each in self._all())
-        return (
-            {"pushes": sum(each.table.step for each in self._all()), "dropped_pushes": dropped} if self._client else {}
-        )
+        tables = [each.table for each in self._all() if each.table]
+        dropped = sum(len(table.dropped) for table in tables)
+        return {"pushes": sum(table.step for table in tables), "dropped_pushes": dropped} if tables else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"gate": self.gate.words}
@@ -161,22 +168,25 @@ class Served:
         pass  # another gate than before is the user's right
 
     def own_state(self) -> dict[str, Any]:
-        return {}
+        unsaid = [each.table.unsaid() if each.table else {} for each in self._all()]
+        return {"unsaid": unsaid} if self.codec else {}
 
     def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
         """A run was resumed, and models and optimizers are as they were saved: so shall the servers be."""
         world = self._world
         if world is None:
             return
-        if world.group.rank == 0:
-            for each in self._all():
+        for i, each in enumerate(self._all()):
+            if each.table and world.group.rank == 0:
                 each.table.store()
                 each.table.store_state([dict(each.optimizer.state.get(p, {})) for p in each.parameters])
-        for each in self._all():
             each.optimizer.state.clear()
+            for state in states:
+                if each.table and len(state.get("unsaid", ())) > i:
+                    each.table.add_unsaid(state["unsaid"][i])
         world.group.barrier()
         for each in self._all():
-            each.table.pull()
+            each.pull()
         world.group.barrier()
 
     def close(self, *, failed: bool = False) -> None:
@@ -198,23 +208,31 @@ class Served:
         group, wires = world.group, world.wires
         if wires is None:
             raise ConfigError(f"{self.gate.words} needs Paceline's own transport: leave out --transport")
-        if world.servers:
-            connections = [connect(wires, rank, rank) for rank in world.servers]
-        else:
-            self._service = Service(limit_s=world.limit_s)
-            mine, theirs = pair(group.rank)
-            for rank in group.ranks:
-                self._service.attach(mine if rank == wires.rank else connect(wires, rank, wires.rank))
-            connections = [theirs if rank == wires.rank else connect(wires, rank, rank) for rank in group.ranks]
-        if len(connections) > 1 and isinstance(self.gate, Together) and self.gate.backups:
+        self._met = True
+        workers = list(group.ranks)
+        if self._per_host:
+            hosts = [[r for r in host if r in group.ranks] for host in wires.view.hosts()]
+            fronts = [group.subgroup([group.ranks.index(r) for r in host]) for host in hosts if host]
+            self._front = next(Front(front) for front in fronts if front)
+            workers = [host[0] for host in hosts if host]
+        servers = list(world.servers) or workers
+        if len(servers) > 1 and isinstance(self.gate, Together) and self.gate.backups:
             raise ConfigError(f"{self.gate.words}: backups need one server, to close each round: use --servers 1")
+        if wires.rank not in workers:
+            return
+        own = {}
+        if not world.servers:
+            mine, own[wires.rank] = pair(group.rank)
+            self._service = Service(limit_s=world.limit_s)
+            for rank in workers:
+                self._service.attach(mine if rank == wires.rank else connect(wires, rank, wires.rank))
+        connections = [own.get(rank) or connect(wires, rank, rank) for rank in servers]
         self._client = Client(group.rank, connections, limit_s=world.limit_s, status=world.status)
 
     def _adopt(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Open a table for the parameters that are new."""
-        world, client = self._world, self._client
+        world = self._world
         assert world is not None
-        assert client is not None
         names = names_of(model)
         found = [
             (p, names.get(id(p), f"optimizer.{i}.{j}"), i)
@@ -239,17 +257,18 @@ class Served:
             groups=options,
             gate=self.gate.words,
             correct=self._correct.words if self._correct else "",
+            codec=self.codec,
         )
         tensors = [
             (Tensor(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), group), p) for p, name, group in found
         ]
         self._owned |= {id(p) for p, _, _ in found}
-        table = client.open(tensors, rule, cut=name in _ELEMENTWISE)
-        held.append(_Held(table, optimizer, [p for p, _, _ in found], len(options)))
-        if world.group.rank == 0:
+        table = self._client.open(tensors, rule, cut=name in _ELEMENTWISE) if self._client else None
+        held.append(_Held(table, optimizer, [p for p, _, _ in found], len(options), self._front))
+        if table and world.group.rank == 0:
             table.store()
         world.group.barrier()
-        table.pull()  # also tells which version this worker's first gradients are of
+        held[-1].pull()  # also tells which version this worker's first gradients are of
         world.group.barrier()
 
     def _all(self) -> list[_Held]:
@@ -257,7 +276,7 @@ class Served:
 
     def _fetch_state(self) -> None:
         for each in self._all():
-            for p, state in zip(each.parameters, each.table.state()):
+            for p, state in zip(each.parameters, each.table.state() if each.table else ()):
                 if state:
                     each.optimizer.state[p] = state
             self._fetched.append(each.optimizer)
@@ -272,12 +291,36 @@ class _Held:
     """A table, and the user's objects that it stands for."""
 
     def __init__(
-        self, table: Table, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], groups: int
+        self,
+        table: Table | None,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[torch.Tensor],
+        groups: int,
+        front: Front | None,
     ) -> None:
-        self.table = table
+        self.table = table  # None where another worker of this host pushes
         self.optimizer = optimizer
         self.parameters = parameters
         self.groups = groups  # of the optimizer, when the table was opened
+        self.wishes = 0
+        self._front = front
+
+    def push(self, options: list[Options], weight: float, wish: bool) -> None:
+        gradients: list[torch.Tensor | None] = [p.grad for p in self.parameters]
+        if self._front:
+            gradients, weight, wish = self._front.sum(self.parameters, gradients, weight, wish)
+        if self.table:
+            self.table.push(gradients, options, weight=weight, wish=wish)
+            self.wishes = self.table.wishes
+        if self._front:
+            self._front.share(self.parameters)
+            self.wishes = self._front.tell(self.wishes)
+
+    def pull(self) -> None:
+        if self.table:
+            self.table.pull()
+        if self._front:
+            self._front.share(self.parameters)
 
 
 class Sync(Served):
@@ -285,10 +328,11 @@ class Sync(Served):
 
     Args:
         backups: so many of the slowest workers are not waited for; what they push too late is dropped.
+        per_host: the workers of a host are summed through shared memory first, and one push leaves the host.
     """
 
-    def __init__(self, backups: int = 0) -> None:
-        super().__init__(Together(backups), None)
+    def __init__(self, backups: int = 0, per_host: bool = False) -> None:
+        super().__init__(Together(backups), None, per_host=per_host)
 
 
 class Bounded(Served):

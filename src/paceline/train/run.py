@@ -64,7 +64,7 @@ class Run:
         self.seed = settings.seed
         self._dealer = dealer
         if dealer:
-            dealer.on_wait = strategy.rest
+            dealer.rest = strategy.rest
         self._strategy = strategy
         self._events = events
         self._status = status

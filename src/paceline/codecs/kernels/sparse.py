@@ -362,26 +362,43 @@ def encode_top(
 
 
 @fuse
+def _count_block(x: Array, residual: Array, base: int, n: int, cut: int) -> tuple[int, int]:
+    """How many magnitudes of a block reach the cut, and the largest. In one loop, so that nothing is written."""
+    part = x[base : base + n]
+    limit = np.int32(cut)
+    most, count = np.int32(0), np.int32(0)
+    if residual.size:
+        unsaid = residual[base : base + n]
+        for i in range(n):
+            magnitude = np.int32(np.float32(part[i] + unsaid[i]).view(np.int32) & np.int32(_MAGNITUDE))
+            most = max(most, magnitude)
+            count += np.int32(magnitude >= limit)
+    else:
+        for i in range(n):
+            magnitude = np.int32(np.float32(part[i]).view(np.int32) & np.int32(_MAGNITUDE))
+            most = max(most, magnitude)
+            count += np.int32(magnitude >= limit)
+    return int(count), int(most)
+
+
+@fuse
 def count_above(start: int, stop: int, x: Array, residual: Array, cut: int, block: int, counts: Array) -> int:
     """How many magnitudes of each block reach `cut` (bits of a float); the largest magnitude. A cut of 0: all bits but
     those of +0.0."""
     whole = np.empty(block, np.float32)
     bits = whole.view(np.int32)
-    magnitudes = np.empty(block, np.int32)
-    maxima = np.zeros(block, np.int32)
+    largest_yet = 0
     for base in range(start, stop, block):
         n = min(block, stop - base)
-        _sum(x, residual, base, n, whole)
-        _magnitudes(bits, n, magnitudes)
-        _raise_maxima(magnitudes, 0, n, maxima)
-        if cut:
-            counts[base // block] = _count(magnitudes, n, cut)
-        else:
+        count, most = _count_block(x, residual, base, n, max(cut, 1))
+        largest_yet = max(largest_yet, most)
+        if not cut:
+            _sum(x, residual, base, n, whole)
             count = 0
             for i in range(n):
                 count += bits[i] != 0
-            counts[base // block] = count
-    return int(maxima.max())
+        counts[base // block] = count
+    return largest_yet
 
 
 @fuse
