@@ -83,6 +83,18 @@ def test_what_was_dropped_is_unsaid() -> None:
     one.close()
 
 
+def test_what_one_server_has_dropped_is_unsaid_and_what_another_has_applied_is_not() -> None:
+    one = One("topk(0.05)", 2, correct="drop(1)")
+    one.table.push(gradients(0), [SGD])
+    one.services[1].tables[0].shard.version += 3
+    one.table.push(gradients(1), [SGD])
+    assert len(one.table.dropped) == 1
+    total = flat(gradients(0)) + flat(gradients(1))
+    coded = torch.cat([torch.ones(3000), torch.zeros(7), torch.ones(2000)]).bool()
+    torch.testing.assert_close((one.unsaid() - one.weights())[coded], total[coded])
+    one.close()
+
+
 def test_what_is_unsaid_moves_to_another_number_of_servers() -> None:
     one, other = One("topk(0.05)", 1), One("topk(0.05)", 3)
     one.table.push(gradients(0), [SGD])

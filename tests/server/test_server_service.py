@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import socket
 import threading
@@ -20,6 +21,7 @@ from paceline.server import service as service_module
 from paceline.server.client import Client, Table
 from paceline.server.connection import Connection, pair
 from paceline.server.placement import Tensor
+from paceline.server.placement import place as place_tensors
 from paceline.server.service import Service
 from paceline.transport.channel import Channel
 
@@ -213,6 +215,25 @@ def test_the_gate_changes_between_epochs() -> None:
         assert all(torch.equal(a, b) for a, b in zip(parameters(tables[0]), parameters(tables[1])))
 
 
+@pytest.mark.parametrize("gate", ["sync", "sync(backups=1)"])
+def test_rounds_keep_more_chunks_than_are_received_ahead(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the gate has turned to them."""
+    monkeypatch.setattr("paceline.server.placement.CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(service_module, "place", functools.partial(place_tensors, chunk_bytes=64 << 10))
+    monkeypatch.setattr("paceline.server.client.place", functools.partial(place_tensors, chunk_bytes=64 << 10))
+    with place(2, 1) as here:
+        tables = at_once(*(lambda c=c: opened(c, "async") for c in here.clients))
+        tables[0].store()
+        assert len(here.services[0].tables[0].chunks) > 8
+        tables[0].turn(gate)
+        for table in tables:
+            table.pull()
+        if gate == "sync":
+            at_once(*(lambda t=t: _steps(t, 3) for t in tables))
+        else:
+            assert _steps(tables[1], 3) == 3  # the other is a backup
+
+
 def test_a_gradient_that_is_not_finite_never_leaves_its_worker() -> None:
     with place(1, 2) as here:
         table = opened(here.clients[0], "async")
@@ -324,6 +345,20 @@ def test_a_push_of_numbers_that_are_not_finite_is_refused() -> None:
         assert not here.services[0].tables[0].block.data.any()
 
 
+def test_a_fault_of_the_servers_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no more of this")
+
+    with place(2, 1) as here:
+        tables = at_once(*(lambda c=c: opened(c, "async") for c in here.clients))
+        shard = here.services[0].tables[0].shard
+        with monkeypatch.context() as patch:
+            patch.setattr(shard, "begin", fails)
+            with pytest.raises(Interrupted, match=r"the server failed: RuntimeError.*no more of this"):
+                _steps(tables[0], 1)
+        _steps(tables[1], 2)
+
+
 def test_fuzzed_frames_harm_nobody_else() -> None:
     generator = random.Random(3)
     good = [m.encode(x) for x in (OPEN, PUSH, m.Part(chunk=0, nbytes=256), m.Pull(0), m.Rest(0), m.Turn(0, "sync"))]
@@ -349,8 +384,8 @@ def test_memory_of_a_server_stays_bounded_under_a_fast_pusher(monkeypatch: pytes
     made: list[int] = []
 
     class Counted(service_module.Buffers):
-        def take(self, nbytes: int, wanted: Callable[[], bool]) -> torch.Tensor:
-            buffer = super().take(nbytes, wanted)
+        def take(self, nbytes: int, allowed: int, wanted: Callable[[], bool]) -> torch.Tensor:
+            buffer = super().take(nbytes, allowed, wanted)
             made.append(self._made)
             return buffer
 

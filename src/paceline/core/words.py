@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ T = TypeVar("T")
 
 _WORD = re.compile(r"(?<=[=(,\s])(?!\d+[eE]\d)(\d+[A-Za-z_]\w*)(?=\s*[,)])")  # such as 2bit, which Python cannot read
 
+_PARSING = threading.Lock()  # Python 3.11 may fail where several threads parse at once
 _KEYWORD = re.compile(r"\s*(async)\b")  # a name for us, though a word of Python's own
 
 
@@ -31,7 +33,8 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
     """
     keyword = _KEYWORD.match(text)
     try:
-        tree = ast.parse(_WORD.sub(r"'\1'", _KEYWORD.sub(r"\1_", text.strip())), mode="eval").body
+        with _PARSING:
+            tree = ast.parse(_WORD.sub(r"'\1'", _KEYWORD.sub(r"\1_", text.strip())), mode="eval").body
     except SyntaxError:
         raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)") from None
     if isinstance(tree, ast.Name):

@@ -71,9 +71,16 @@ class Table:
         self._client = client
         self._slots = [Slot(p) for _, p in tensors]
         self._tensors = tuple(t for t, _ in tensors)
-        self.packer = Packer(rule.codec, rank=client.rank) if rule.codec else None
         self._placement = place(self._tensors, len(client.ports), cut=cut)
-        self._parts = [Part(self, port, self._placement.of(port.server)) for port in client.ports]
+        self._parts = [
+            Part(
+                self,
+                port,
+                self._placement.of(port.server),
+                Packer(rule.codec, rank=client.rank) if rule.codec else None,
+            )
+            for port in client.ports
+        ]
         opens = [
             m.Open(
                 rank=client.rank,
@@ -130,10 +137,9 @@ class Table:
             )
             return part.push(head, flat)
 
-        known = len(self.dropped)
         self._each(work)
-        if self.packer and len(self.dropped) > known:
-            self.packer.give_back()
+        for part in self._parts:
+            part.settle()
         self._install()
 
     def rest(self) -> None:
@@ -165,9 +171,9 @@ class Table:
     def unsaid(self) -> dict[str, torch.Tensor]:
         """What the codec has left unsaid, by the parameter's name; momenta that it keeps follow in further rows."""
         whole: dict[str, torch.Tensor] = {}
-        if self.packer:
-            rows = self.packer.codec.rows
-            for (number, start, stop), residual in self.packer.residuals.items():
+        for packer in (part.packer for part in self._parts if part.packer):
+            rows = packer.codec.rows
+            for (number, start, stop), residual in packer.residuals.items():
                 tensor = self._tensors[number]
                 own = whole.setdefault(tensor.name, torch.zeros(rows, tensor.numel))
                 own[:, start:stop] = residual.view(rows, -1)
@@ -175,15 +181,14 @@ class Table:
 
     def add_unsaid(self, unsaid: dict[str, torch.Tensor]) -> None:
         """Take over what a codec of the same kind had left unsaid."""
-        if self.packer is None:
-            return
         for chunk in self._placement.chunks:
+            packer = self._parts[chunk.server].packer
             for piece in chunk.pieces:
                 own = unsaid.get(self._tensors[piece.tensor].name)
-                if own is not None and coded(chunk, piece) and own.shape[0] == self.packer.codec.rows:
+                if packer and own is not None and coded(chunk, piece) and own.shape[0] == packer.codec.rows:
                     key = (piece.tensor, piece.start, piece.stop)
                     part = own[:, piece.start : piece.stop].reshape(-1)
-                    self.packer.residuals[key] = self.packer.residuals.get(key, torch.zeros_like(part)) + part
+                    packer.residuals[key] = packer.residuals.get(key, torch.zeros_like(part)) + part
 
     def store_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Give the servers the optimizer's state."""
@@ -248,8 +253,10 @@ class Slot:
 class Part:
     """What one server holds of a table."""
 
-    def __init__(self, table: Table, port: Port, chunks: list[Chunk]) -> None:
+    def __init__(self, table: Table, port: Port, chunks: list[Chunk], packer: Packer | None) -> None:
         self.port = port
+        self.packer = packer
+        self.dropped = False  # the push under way
         self.chunks = chunks
         self.version = 0
         self.clock = 0
@@ -296,6 +303,12 @@ class Part:
     def pull(self) -> Future[None]:
         return self._begin(lambda: self.port.say(m.Pull(self._table.number)), chunks=True)
 
+    def settle(self) -> None:
+        """A push is over, here too: what was dropped is unsaid."""
+        if self.packer:
+            self.packer.end(dropped=self.dropped)
+        self.dropped = False
+
     def push(self, head: m.Push, gradients: Sequence[torch.Tensor | None]) -> Future[None]:
         def work() -> None:
             self.port.say(head)
@@ -307,9 +320,9 @@ class Part:
                     self._gather(chunk, gradients, self._block.data[place : place + chunk.nbytes])
                     self.port.say(m.Part(chunk=index, nbytes=0, missing=missing))
                     self.port.shown_bytes += chunk.nbytes
-                elif packer := self._table.packer:
+                elif self.packer:
                     body = self._gather(chunk, gradients, self._staging)
-                    sizes, codes = packer.pack(chunk, body, missing, head.step)
+                    sizes, codes = self.packer.pack(chunk, body, missing, head.step)
                     self.port.say(m.Part(chunk=index, nbytes=codes.numel(), missing=missing, sizes=sizes), codes)
                 elif len(chunk.pieces) == 1 and not missing:
                     piece = chunk.pieces[0]
@@ -516,6 +529,7 @@ class Port:
         elif isinstance(message, m.State):
             part.state_arrived(message)
         else:
+            part.dropped = True
             part._table.dropped.append(f"step {message.step} at server {self.server}: {message.reason}")
 
     def _fail(self, error: BaseException) -> None:

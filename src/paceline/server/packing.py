@@ -18,7 +18,7 @@ Key = tuple[int, int, int]  # tensor, start, stop
 
 
 class Packer:
-    """A worker's side. One thread for each server packs, and their pieces are never the same."""
+    """A worker's side, for the pieces of one server."""
 
     def __init__(self, words: str, *, rank: int) -> None:
         self.codec = servable(words)
@@ -45,11 +45,10 @@ class Packer:
         self.bytes_after += payload.numel()
         return tuple(part.numel() for part in parts), payload
 
-    def give_back(self) -> None:
-        """The last push was dropped: what it said is unsaid."""
-        for key, payload in self._said.items():
-            if (residual := self.residuals.get(key)) is not None:
-                self.codec.decode_add(payload, residual[: key[2] - key[1]])
+    def end(self, *, dropped: bool) -> None:
+        """The push is over; where it was dropped, what it said is unsaid."""
+        for key, payload in self._said.items() if dropped else ():
+            self.codec.decode_add(payload, self.residuals[key][: key[2] - key[1]])
         self._said.clear()
 
     def _encode(self, piece: Piece, values: torch.Tensor, step: int) -> torch.Tensor:

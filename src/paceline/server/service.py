@@ -14,6 +14,7 @@ import functools
 import math
 import queue
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -91,8 +92,8 @@ class Service:
 
     # ---- with the lock held
 
-    def open(self, session: Session, wish: m.Open) -> None:
-        """A worker takes part in a table, which is made when the first one asks."""
+    def table(self, session: Session, wish: m.Open) -> Table:
+        """The table that a worker asks for, made when the first one does."""
         if wish.protocol != m.PROTOCOL:
             raise m.other_protocol(wish.protocol)
         if wish.rank != session.rank:
@@ -105,7 +106,7 @@ class Service:
             table = self.tables[wish.table] = Table(wish.table, terms, self)
         elif terms != table.terms:
             raise ConfigError(f"table {wish.table}: {_difference(terms, table.terms)} on member {wish.rank}")
-        session.opened(table, table.shard.join(session.rank), shared=wish.shared)
+        return table
 
     def gone(self, session: Session, *, said: bool) -> None:
         """A worker's connection has ended. In sync, one that has not said goodbye takes its round with it."""
@@ -166,13 +167,12 @@ class Buffers:
     """Memory for the chunks that one worker sends, and no more of it than allowed."""
 
     def __init__(self) -> None:
-        self.allowed = _BUFFERS
         self._made = 0
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 
-    def take(self, nbytes: int, wanted: Callable[[], bool]) -> torch.Tensor:
+    def take(self, nbytes: int, allowed: int, wanted: Callable[[], bool]) -> torch.Tensor:
         """Wait for room as long as it is wanted: others may take their time before these chunks can be used."""
-        if self._free.empty() and self._made < self.allowed:
+        if self._free.empty() and self._made < allowed:
             self._made += 1
             return torch.empty(nbytes, dtype=torch.uint8)
         buffer: torch.Tensor | None = None
@@ -218,14 +218,9 @@ class Session:
 
     # ---- with the lock of the shards held
 
-    def opened(self, table: Table, clock: int, *, shared: bool) -> None:
+    def _join(self, table: Table) -> None:
+        clock = table.shard.join(self.rank)
         self._tables[table.number] = table
-        if not table.shard.forgives:
-            self._buffers.allowed = max(self._buffers.allowed, len(table.chunks))
-        memory = self._connection.memory
-        if shared and memory and table.nbytes:
-            self._inbox[table.number] = memory.take(f"in-{table.number}", table.nbytes, self._service.limit_s)
-            memory.give(f"out-{table.number}", table.block)
         self._say(m.Opened(table.number, table.shard.version, clock))
 
     def send_weights(self, table: Table, index: int) -> None:
@@ -306,6 +301,10 @@ class Session:
             pass
         except ConfigError as error:
             self._do(lambda error=error: self.refuse(error))  # type: ignore[misc]
+        except Exception as error:  # a fault of ours: this worker is told, and the others go on
+            traceback.print_exc()
+            failure = Interrupted(f"the server failed: {error!r}; its log has more")
+            self._do(lambda: self.refuse(failure))
         self._do(lambda: self._end(said))
         self._more.set()
         self._channel.drain(_GOODBYE_S)
@@ -330,8 +329,7 @@ class Session:
     def _take(self, message: m.ToServer) -> bool:
         """Deal with one message; True where it was the last."""
         if isinstance(message, m.Open):
-            wish = message
-            self._do(lambda: self._service.open(self, wish))
+            self._open(message)
         elif isinstance(message, m.Push):
             self._take_push(message)
         elif isinstance(message, m.Store):
@@ -350,6 +348,17 @@ class Session:
         else:
             raise ConfigError(f"member {self.rank} said {type(message).__name__} out of turn")
         return False
+
+    def _open(self, wish: m.Open) -> None:
+        found: list[Table] = []
+        self._do(lambda: found.append(self._service.table(self, wish)))
+        if not found:
+            return  # refused
+        table, memory = found[0], self._connection.memory
+        if wish.shared and memory and table.nbytes:  # without the lock: this worker may be slow to give its memory
+            self._inbox[table.number] = memory.take(f"in-{table.number}", table.nbytes, self._service.limit_s)
+            memory.give(f"out-{table.number}", table.block)
+        self._do(lambda: self._join(table))
 
     def _take_push(self, push: m.Push) -> None:
         table = self._table(push.table)
@@ -376,7 +385,8 @@ class Session:
                 except PayloadError as error:
                     raise ConfigError(f"member {self.rank} pushed codes that cannot be read: {error}") from None
             elif inbox is None:
-                buffer = self._buffers.take(chunk.nbytes, lambda: not self._over and not self._channel.closed)
+                allowed = len(table.chunks) if table.shard.sync else _BUFFERS  # sync keeps all parts of a round
+                buffer = self._buffers.take(chunk.nbytes, allowed, lambda: not self._over and not self._channel.closed)
                 raw = buffer[: chunk.nbytes]
                 self._channel.recv_raw_into(bytes_of(raw), self._service.limit_s)
             else:
