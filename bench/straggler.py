@@ -1,8 +1,10 @@
 """Workers of unlike speed: one server and four workers with emulated compute (sleep) and real pushes.
 
-  async_share_of_sum   speeds 1, 1, 1/4, 1/10: steps/s of all workers together in async / the sum of what each alone
-                       would make if a push took no time
+  async_share_of_sum   speeds 1, 1, 1/4, 1/10: steps/s of all workers together in async / the sum of what each makes
+                       when it is alone with the server
   sync_share_of_sum    the same in sync, where everyone goes at the pace of the slowest
+  async_share_of_sleep, sync_share_of_sleep
+                       the same / the sum of what each would make if a push took no time
   bounded_over_sync    each worker is 5 times slower for a random tenth of the time: steps/s with
                        bounded(staleness=8) / in sync
   async_over_sync      the same for async
@@ -55,10 +57,13 @@ def main() -> None:
         for delays, gates in (("steady", ["async", "sync"]), ("transient", ["async", "bounded(staleness=8)", "sync"])):
             for gate in gates if repeat % 2 == 0 else reversed(gates):
                 rates.setdefault((delays, gate), []).append(_rate(gate, delays, seconds, seed=repeat))
-    ideal = sum(SPEEDS) / COMPUTE_S
+        alone = {s: _rate("async", "steady", seconds, repeat, only=SPEEDS.index(s) + 1) for s in set(SPEEDS)}
+        rates.setdefault(("steady", "each alone"), []).append(sum(alone[speed] for speed in SPEEDS))
     for gate in ("async", "sync"):
-        shares = [rate / ideal for rate in rates["steady", gate]]
-        _add(report, f"{gate}_share_of_sum", shares, ">= 0.95" if gate == "async" else "")
+        goal = ">= 0.95" if gate == "async" else ""
+        pairs = zip(rates["steady", gate], rates["steady", "each alone"])
+        _add(report, f"{gate}_share_of_sum", [a / b for a, b in pairs], goal)
+        _add(report, f"{gate}_share_of_sleep", [rate * COMPUTE_S / sum(SPEEDS) for rate in rates["steady", gate]], "")
     for name, gate, goal in (("bounded", "bounded(staleness=8)", ">= 1.5"), ("async", "async", "")):
         pairs = zip(rates["transient", gate], rates["transient", "sync"])
         _add(report, f"{name}_over_sync", [a / b for a, b in pairs], goal)
@@ -73,11 +78,11 @@ def _add(report: Report, name: str, ratios: list[float], goal: str) -> None:
     report.add(Figure(name=name, value=value, spread=f"{short(low)} .. {short(high)}", goal=goal))
 
 
-def _rate(gate: str, delays: str, seconds: float, seed: int) -> float:
-    """Steps per second of all workers together."""
+def _rate(gate: str, delays: str, seconds: float, seed: int, only: int = 0) -> float:
+    """Steps per second of all workers together; or of one of them, while the others do nothing."""
     with Team.of(WORKERS + 1, "bench.straggler", limit_s=120.0) as team:
         team.call("set_up", gate=gate)
-        steps = team.call("work", delays=delays, seconds=seconds, seed=seed)
+        steps = team.call("work", delays=delays, seconds=seconds, seed=seed, only=only)
         team.call("finish")
     return sum(steps) / seconds
 
@@ -109,9 +114,12 @@ def set_up(gate: str) -> None:
     _held["table"] = _held["client"].open([(t, torch.zeros(t.shape)) for t in tensors], rule)
 
 
-def work(delays: str, seconds: float, seed: int) -> int:
+def work(delays: str, seconds: float, seed: int, only: int) -> int:
     """Train until the time is over; how many steps."""
     if RANK == 0:
+        return 0
+    if only not in (0, RANK):
+        _held["client"].close()
         return 0
     table, gradients = _held["table"], [torch.ones(shape) * 1e-3 for shape in SHAPES]
     table.pull()
