@@ -65,8 +65,10 @@ def ends(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
     ("args", "said"),
     [
         (["--strategy", "async"], "1 server for 2 workers"),
-        (["--strategy", "bounded(staleness=2)", "--servers", "2"], "2 servers, as asked for"),
-        (["--strategy", "sync"], "a shard with every worker"),
+        pytest.param(
+            ["--strategy", "bounded(staleness=2)", "--servers", "2"], "2 servers, as asked for", marks=pytest.mark.slow
+        ),
+        pytest.param(["--strategy", "sync"], "a shard with every worker", marks=pytest.mark.slow),
     ],
 )
 def test_workers_train_and_end_with_the_same_weights(args: list[str], said: str) -> None:
@@ -79,7 +81,7 @@ def test_workers_train_and_end_with_the_same_weights(args: list[str], said: str)
     assert "0 B" not in done.stderr.split("all")[-1].split("\n")[0]  # the bytes that were pushed
 
 
-@pytest.mark.parametrize("strategy", ["async", "bounded(staleness=2)"])
+@pytest.mark.parametrize("strategy", [pytest.param("async", marks=pytest.mark.slow), "bounded(staleness=2)"])
 def test_a_killed_worker_stops_nobody(strategy: str) -> None:
     done = run("-n", "3", "--strategy", strategy, die=9)
     assert done.returncode == 0, done.stderr
@@ -88,6 +90,7 @@ def test_a_killed_worker_stops_nobody(strategy: str) -> None:
     assert sum(seen(done, 2).values()) == 160  # after it was lost, nothing is missing
 
 
+@pytest.mark.slow
 def test_a_slow_worker_gets_fewer_batches() -> None:
     done = run("-n", "2", "--strategy", "async", more="slow")
     assert done.returncode == 0, done.stderr
@@ -97,13 +100,20 @@ def test_a_slow_worker_gets_fewer_batches() -> None:
         assert counts[0] > 2 * counts[1]
 
 
-@pytest.mark.parametrize("args", [["--strategy", "sync"], ["--strategy", "async", "--servers", "colocated"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--strategy", "sync"],
+        pytest.param(["--strategy", "async", "--servers", "colocated"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_worker_that_the_others_need_ends_the_run_by_name(args: list[str]) -> None:
     done = run("-n", "2", *args, die=5)
     assert done.returncode == 137
     assert "rank 1 failed first" in done.stderr
 
 
+@pytest.mark.slow
 def test_sync_resumes_on_another_number_of_servers_as_if_nothing_had_been() -> None:
     whole = run("-n", "2", "--strategy", "sync", "--name", "whole", epochs=4)
     run("-n", "2", "--strategy", "sync", "--name", "two", "--servers", "1", epochs=2)

@@ -81,7 +81,8 @@ def test_what_is_left_behind_is_killed_and_told():
 
 def test_leaving_the_block_ends_the_members():
     with Cluster(2).start("print('up', flush=True); import time; time.sleep(60)") as running:
-        running.wait_for(0, "up")
+        for rank in range(2):
+            running.wait_for(rank, "up")
         token, pid = running.token, running.pid(1)
         assert len(leftovers(token)) == 2
     assert leftovers(token) == {}

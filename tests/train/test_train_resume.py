@@ -99,7 +99,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kill", [(0, 3, "backward"), (1, 9, "step"), (0, 12, "step"), (1, 1, "epoch"), (1, 18, "backward")]
+    "kill",
+    [
+        (0, 3, "backward"),
+        (1, 9, "step"),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in [(0, 12, "step"), (1, 1, "epoch"), (1, 18, "backward")]),
+    ],
 )
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, whole: list[str], kill: tuple[int, int, str]) -> None:
     settings = Settings(root=str(tmp_path), name="run")
@@ -122,7 +127,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(tmp_pat
     assert kept[-1].name in again[0].output
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_resumes_on_another_number_of_members(tmp_path: Path, size: int) -> None:
     """No sample of the interrupted epoch is lost or repeated, and members end with the same weights."""
     settings = Settings(root=str(tmp_path), name="run", checkpoint_keep=50)
