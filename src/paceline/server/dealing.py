@@ -64,12 +64,7 @@ class Dealing:
     def _listen(self, rank: int, channel: Channel) -> None:
         with contextlib.suppress(PacelineError, msgspec.DecodeError):
             while True:
-                try:
-                    message = _asked.decode(channel.recv(_LOOK_S))
-                except TimedOut:
-                    if channel.closed:
-                        break
-                    continue
+                message = _asked.decode(channel.listen())
                 with self._changed:
                     if isinstance(message, Done):
                         if leases := self._courses.get(message.course):

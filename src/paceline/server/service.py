@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.codecs import PayloadError
-from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
+from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server import messages as m
 from paceline.server.connection import Block, Connection, bytes_of
 from paceline.server.packing import most, servable, unpack
@@ -319,12 +319,7 @@ class Session:
         self._service.gone(self, said=said)
 
     def _next(self) -> m.ToServer:
-        while True:
-            try:
-                return m.decode_to_server(self._channel.recv(_LOOK_S))
-            except TimedOut:  # a worker may compute as long as it likes
-                if self._channel.closed:
-                    raise
+        return m.decode_to_server(self._channel.listen())  # a worker may compute as long as it likes
 
     def _take(self, message: m.ToServer) -> bool:
         """Deal with one message; True where it was the last."""

@@ -30,6 +30,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAX_MESSAGE_BYTES = 1 << 28
 _HEAD = struct.Struct("<Q")
+_SILENCE_S = 10.0  # after which a listener looks whether its channel is still open
 _ONE_RECORD = 1 << 14  # what TLS puts in one record
 
 
@@ -108,6 +109,12 @@ class Channel:
         self._fill(memoryview(self._body), limit_s, deadline)
         message, self._body, self._have = self._body, None, 0
         return message
+
+    def listen(self) -> bytearray:
+        """The next framed message, however long the other side is silent: Interrupted when the channel closes."""
+        while True:
+            with contextlib.suppress(TimedOut):
+                return self.recv(_SILENCE_S)
 
     def send_raw(self, view: memoryview) -> None:
         """Send bytes without a frame; the other side must know their number."""

@@ -27,7 +27,6 @@ from paceline.transport.wires import Wires
 _LANE = "hub"
 _NUMBER = struct.Struct("<Q")
 _PART_BYTES = 64 << 20  # of a broadcast; a message must not be longer than a channel allows
-_LOOK_S = 1.0
 _parts = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
@@ -53,12 +52,7 @@ class Hub:
     def _listen(self, rank: int, channel: Channel) -> None:
         with contextlib.suppress(PacelineError, struct.error):
             while True:
-                try:
-                    message = channel.recv(_LOOK_S)
-                except TimedOut:
-                    if channel.closed:
-                        break
-                    continue
+                message = channel.listen()
                 (number,) = _NUMBER.unpack_from(message)
                 with self._lock:
                     self._handed.setdefault(number, {})[rank] = bytes(memoryview(message)[_NUMBER.size :])
