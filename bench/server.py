@@ -25,15 +25,12 @@ import torch.distributed.rpc as rpc
 
 from bench.harness import Figure, Report, arguments, compare, interleave, middle, short
 from bench.team import Team, serve
-from paceline.core.status import Status
-from paceline.environment import detect
-from paceline.membership import meet
+from bench.workers import wires
 from paceline.server import messages
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect
 from paceline.server.placement import Tensor
 from paceline.server.service import Service
-from paceline.transport.wires import Wires
 
 SHAPES = [(1024, 4096), (4096,), (4096, 4096), (4096,), (4096, 1024), (1024,)]  # 25.2M
 SGD = {"lr": 1e-6}
@@ -108,24 +105,14 @@ def _weights() -> list[torch.Tensor]:
 
 
 def set_up(way: str) -> None:
-    place = detect()
-    wires: list[Wires] = []
-
-    def describe(token: str) -> Any:
-        wires.append(Wires(token))
-        return wires[0].describe(place.rank, place.host)
-
-    view = meet(place, describe).view
-    wires[0].join(view, place.rank, limit_s=60.0, status=Status(None))
-    _held["wires"] = wires[0]
     shared = way == "shm"
     if RANK == 0:
         _held["service"] = service = Service(limit_s=60.0)
         for rank in (1, 2):
-            service.attach(connect(wires[0], rank, 0, shared=shared))
+            service.attach(connect(wires(), rank, 0, shared=shared))
         _held["shelf"] = Shelf()
     else:
-        _held["client"] = client = Client(RANK, [connect(wires[0], 0, 0, shared=shared)], limit_s=60.0)
+        _held["client"] = client = Client(RANK, [connect(wires(), 0, 0, shared=shared)], limit_s=60.0)
         tensors = [Tensor(f"p{i}", shape, "float32", 0) for i, shape in enumerate(SHAPES)]
         rule = messages.Rule(optimizer="SGD", groups=[SGD], gate="async")
         _held["table"] = table = client.open(list(zip(tensors, _weights())), rule)
@@ -169,7 +156,7 @@ def finish() -> None:
     else:
         _held["service"].wait(10.0)
         _held["service"].close()
-    _held["wires"].close()
+    wires().close()
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"set_up": set_up, "cpu": cpu, "block": block, "finish": finish}

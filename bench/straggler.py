@@ -26,15 +26,12 @@ import torch
 
 from bench.harness import Figure, Report, arguments, middle, short
 from bench.team import Team, serve
-from paceline.core.status import Status
-from paceline.environment import detect
-from paceline.membership import meet
+from bench.workers import wires
 from paceline.server import messages
 from paceline.server.client import Client
 from paceline.server.connection import connect
 from paceline.server.placement import Tensor
 from paceline.server.service import Service
-from paceline.transport.wires import Wires
 
 RANK = int(os.environ.get("BENCH_RANK", "0"))  # 0 is the server
 WORKERS = 4
@@ -93,22 +90,12 @@ _held: dict[str, Any] = {}
 
 
 def set_up(gate: str) -> None:
-    place = detect()
-    wires: list[Wires] = []
-
-    def describe(token: str) -> Any:
-        wires.append(Wires(token))
-        return wires[0].describe(place.rank, place.host)
-
-    view = meet(place, describe).view
-    wires[0].join(view, place.rank, limit_s=60.0, status=Status(None))
-    _held["wires"] = wires[0]
     if RANK == 0:
         _held["service"] = Service(limit_s=60.0)
         for rank in range(1, WORKERS + 1):
-            _held["service"].attach(connect(wires[0], rank, 0))
+            _held["service"].attach(connect(wires(), rank, 0))
         return
-    _held["client"] = Client(RANK, [connect(wires[0], 0, 0)], limit_s=60.0)
+    _held["client"] = Client(RANK, [connect(wires(), 0, 0)], limit_s=60.0)
     tensors = [Tensor(f"p{i}", shape, "float32", 0) for i, shape in enumerate(SHAPES)]
     rule = messages.Rule(optimizer="SGD", groups=[SGD], gate=gate)
     _held["table"] = _held["client"].open([(t, torch.zeros(t.shape)) for t in tensors], rule)
@@ -142,7 +129,7 @@ def finish() -> None:
     if RANK == 0:
         _held["service"].wait(10.0)
         _held["service"].close()
-    _held["wires"].close()
+    wires().close()
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"set_up": set_up, "work": work, "finish": finish}

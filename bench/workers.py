@@ -30,6 +30,26 @@ def run() -> Any:
 
 
 @cache
+def wires() -> Any:
+    """This worker's wires to the others of the team, for what stands below a run."""
+    from paceline.core.status import Status
+    from paceline.environment import detect
+    from paceline.membership import meet
+    from paceline.transport.wires import Wires
+
+    place = detect()
+    made: list[Wires] = []
+
+    def describe(token: str) -> Any:
+        made.append(Wires(token))
+        return made[0].describe(place.rank, place.host)
+
+    view = meet(place, describe).view
+    made[0].join(view, place.rank, limit_s=60.0, status=Status(None))
+    return made[0]
+
+
+@cache
 def gloo() -> None:
     """Start torch.distributed with gloo, through a file, so that no port is needed."""
     store = f"file://{os.environ['BENCH_FOLDER']}/gloo"
