@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from paceline.core import status
 
 SCRIPT = """
 import hashlib, os, signal, sys, time, torch, paceline
@@ -111,6 +116,25 @@ def test_a_killed_worker_that_the_others_need_ends_the_run_by_name(args: list[st
     done = run("-n", "2", *args, die=5)
     assert done.returncode == 137
     assert "rank 1 failed first" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_server_ends_the_run_by_name() -> None:
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--strategy", "async", "--name", "x", "train.py"]
+    with subprocess.Popen([*command, "0", "1000", "slow"], stderr=subprocess.PIPE, text=True) as launcher:
+        record = Path("runs/x/run.json")
+        deadline = time.monotonic() + 60
+        while "serving" not in _doing(2) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(json.loads(record.read_text())["members"][2], signal.SIGKILL)
+        _, told = launcher.communicate(timeout=60)
+    assert launcher.returncode == 137
+    assert "rank 2 failed first: exit code -9 (SIGKILL)" in told
+
+
+def _doing(rank: int) -> str:
+    doing = status.read(Path(f"runs/x/status/rank-{rank}"), rank)
+    return doing.what if doing else ""
 
 
 @pytest.mark.slow
