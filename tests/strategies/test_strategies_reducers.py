@@ -172,6 +172,36 @@ def test_a_spoilt_pass_gives_back_what_was_said(way: dict[str, str]) -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"codec": "sign"},
+        {"codec": "quantize(4)", "back": "sign"},
+        {"codec": "topk(0.05)"},
+        {"codec": "quantize(8, shared=True)"},
+        {"codec": "lowrank(2)"},
+    ],
+    ids=str,
+)
+def test_a_spoilt_pass_leaves_nothing_between_parameters(way: dict[str, str]) -> None:
+    """A bias of 200 elements is padded to 208, and nobody ever writes a gradient there."""
+
+    def body(group: Group) -> list[bool]:
+        model = nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 40))
+        strategy = AllReduce(**way)
+        strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+        finite = []
+        for step in range(4):
+            model.zero_grad()
+            loss = model(torch.ones(4, 64)).square().mean()
+            (loss * float("inf") if step == 1 and group.rank else loss).backward()
+            finite.append(all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters()))
+        return finite
+
+    for finite in together(2, body, hosts=["a", "b"]):
+        assert finite == [True, False, True, True]
+
+
 def test_buffers_may_hold_infinities() -> None:
     """A mask of an attention layer, which travels beside the gradients."""
 

@@ -94,6 +94,8 @@ class Quantize:
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
         check_tensor(x, residual, self)
         drawn = context if self.stochastic else None
+        if dense.on_cuda(x) and not self.shared:
+            return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)
         if self.shared:
             if context.size > _MOST_MEMBERS:
@@ -105,8 +107,6 @@ class Quantize:
             largest = blocks.largest() if context.agreed is None else context.agreed.cpu().numpy()
             check_finite(float(largest.max(initial=0.0)), self)
             return blocks.write_codes(largest, self.bits, out, drawn, levels=_MOST_MEMBERS // context.size)
-        if dense.on_cuda(x):
-            return self._plan.encode(x, residual, out, context)
         largest = blocks.largest()
         check_finite(float(largest.max(initial=0.0)), self)
         return blocks.write_codes(largest, self.bits, out, drawn)

@@ -6,6 +6,7 @@ scaled, so that what was left unsaid has the effect that it would have had then.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import zlib
@@ -74,15 +75,22 @@ class Bucket:
     numel: int
     pieces: tuple[Piece, ...]
     end: int = 0  # where gradients end; behind them stand the control block and buffers
+    gaps: tuple[slice, ...] = ()  # between gradients, where nothing is
 
     @classmethod
     def of(cls, dtype: torch.dtype, numel: int, pieces: Sequence[Piece]) -> Bucket:
         large = tuple(p for p in pieces if p.numel >= SMALL) if dtype in _KINDS else ()
-        return cls(dtype, numel, large, max((p.at.stop for p in pieces), default=0))
+        pairs = itertools.pairwise(sorted((p.at.start, p.at.stop) for p in pieces))
+        gaps = tuple(slice(stop, start) for (_, stop), (start, _) in pairs if stop < start)
+        return cls(dtype, numel, large, max((p.at.stop for p in pieces), default=0), gaps)
 
     def finite(self, flat: torch.Tensor) -> bool:
         """Whether all gradients are. Asked first, so that no part of a bucket is said without the others; buffers may
-        hold what they like."""
+        hold what they like, and what a pass that was not finite has left in the gaps is wiped out."""
+        if math.isfinite(largest_magnitude(flat[: self.end])):
+            return True
+        for gap in self.gaps:
+            flat[gap] = 0
         return math.isfinite(largest_magnitude(flat[: self.end]))
 
 

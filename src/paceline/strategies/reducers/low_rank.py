@@ -16,6 +16,7 @@ once (`math.fsum`), and P Qᵀ is a sum of products element by element.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Product:
             if start > last:
                 self._plain.append(slice(last, start))
             last = stop
-        self._bucket = Bucket(bucket.dtype, bucket.numel, tuple(self._pieces), bucket.end)
+        self._bucket = dataclasses.replace(bucket, pieces=tuple(self._pieces))
 
     def reduce(self, flat: torch.Tensor, collective: Collective) -> None:
         coder, watch = self._coder, Watch()
