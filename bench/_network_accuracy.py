@@ -167,6 +167,8 @@ def _whole(team: Team, side: dict[str, str], lr: float, seed: int, total: int) -
         if accuracy >= TARGET:
             reached = min(reached, done)
     team.call("end")
+    when = "never" if reached == NEVER else f"after {reached:.0f} steps"
+    print(f"{side}, lr {lr}, seed {seed}: {TARGET:.0%} {when}, at the end {100 * accuracy:.2f} %", flush=True)
     return reached, accuracy
 
 
