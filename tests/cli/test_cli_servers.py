@@ -26,7 +26,7 @@ x = torch.randn(160, 10, generator=generator)
 y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
 loader = run.loader(torch.utils.data.TensorDataset(x, y), batch_size=8)
 die, step = int(sys.argv[1]), 0
-slow = 0.1 if "slow" in sys.argv and run.rank else 0.0
+slow = 0.1 if "slow" in sys.argv and run.rank or "last" in sys.argv and run.rank == run.size - 1 else 0.0
 for epoch in run.epochs(int(sys.argv[2])):
     seen = 0
     for a, b in loader:
@@ -40,6 +40,7 @@ for epoch in run.epochs(int(sys.argv[2])):
     print("SEEN", epoch, run.rank, seen)
 right = run.evaluate(lambda a, b: {"right": (model(a).argmax(1) == b).float()}, torch.utils.data.TensorDataset(x, y))
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+print("PUSHES", run.rank, *run._strategy.readings().values())
 print("END", run.rank, run.size, digest, f"{right['right']:.3f}")
 """
 
@@ -93,6 +94,39 @@ def test_a_killed_worker_stops_nobody(strategy: str) -> None:
     assert "rank 2 was lost: exit code -9 (SIGKILL)" in done.stderr
     assert len(ends(done)) == 2
     assert sum(seen(done, 2).values()) == 160  # after it was lost, nothing is missing
+
+
+def test_rounds_with_backups_are_closed_alike_by_two_servers() -> None:
+    done = run("-n", "2", "--servers", "2", "--strategy", "sync(backups=1)", more="last")
+    assert done.returncode == 0, done.stderr
+    assert len(ends(done)) == 2
+    assert len({end[2] for end in ends(done)}) == 1
+    assert float(ends(done)[0][3]) > 0.6
+    told = sorted(line.split("PUSHES ")[1].split() for line in done.stdout.splitlines() if "PUSHES" in line)
+    fast, slow = (int(pushes) for _, pushes, _ in told)
+    assert fast + slow == 3 * 160 / 8
+    assert fast > slow  # it was not waited for
+
+
+@pytest.mark.slow
+def test_rounds_with_backups_go_on_without_a_killed_worker() -> None:
+    done = run("-n", "3", "--servers", "2", "--strategy", "sync(backups=1)", die=9)
+    assert done.returncode == 0, done.stderr
+    assert "rank 2 was lost: exit code -9 (SIGKILL)" in done.stderr
+    assert len(ends(done)) == 2
+    assert len({end[2] for end in ends(done)}) == 1
+
+
+@pytest.mark.slow
+def test_rounds_with_backups_and_a_shard_with_every_worker() -> None:
+    args = ["-n", "3", "--servers", "colocated", "--strategy", "sync(backups=1)"]
+    done = run(*args, more="last")
+    assert done.returncode == 0, done.stderr
+    assert len(ends(done)) == 3
+    assert len({end[2] for end in ends(done)}) == 1
+    lost = run(*args, die=5)
+    assert lost.returncode == 137
+    assert "rank 2 failed first" in lost.stderr
 
 
 @pytest.mark.slow

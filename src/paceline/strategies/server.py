@@ -25,6 +25,7 @@ from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
 from paceline.server.messages import Options, Rule
 from paceline.server.placement import Tensor
+from paceline.server.rounds import agree
 from paceline.server.service import Service
 from paceline.server.shard import optimizer_class
 from paceline.staleness import Correction, make_corrections
@@ -216,14 +217,12 @@ class Served:
             self._front = next(Front(front) for front in fronts if front)
             workers = [host[0] for host in hosts if host]
         servers = list(world.servers) or workers
-        if len(servers) > 1 and isinstance(self.gate, Together) and self.gate.backups:
-            raise ConfigError(f"{self.gate.words}: backups need one server, to close each round: use --servers 1")
         if wires.rank not in workers:
             return
         own = {}
         if not world.servers:
             mine, own[wires.rank] = pair(group.rank)
-            self._service = Service(limit_s=world.limit_s)
+            self._service = Service(limit_s=world.limit_s, agreement=agree(wires, servers))
             for rank in workers:
                 self._service.attach(mine if rank == wires.rank else connect(wires, rank, wires.rank))
         connections = [own.get(rank) or connect(wires, rank, rank) for rank in servers]
