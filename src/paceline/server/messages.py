@@ -33,7 +33,7 @@ Options = dict[str, Any]  # of a parameter group: numbers, booleans, words, None
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """How a table is trained: the same on all members."""
 
-    optimizer: str  # a class of torch.optim
+    optimizer: str  # a class of torch.optim, or of paceline.optim
     groups: list[Options]
     gate: str  # in words
     correct: str = ""  # corrections, in words

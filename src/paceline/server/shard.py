@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.optim import OPTIMIZERS
 from paceline.server.gates import Together, make_gate
 from paceline.server.messages import Options, Push, Rule, Standing
 from paceline.server.placement import Chunk, Placement
@@ -432,8 +433,11 @@ class Shard:
             for number, options in enumerate(self.rule.groups)
             if number in numbers
         ]
+        start = {}
+        if kind is torch.optim.Adagrad:  # its state is made here, and by this argument alone
+            start = {k: v for k, v in self.rule.groups[0].items() if k == "initial_accumulator_value"}
         try:
-            optimizer: torch.optim.Optimizer = kind(groups)
+            optimizer: torch.optim.Optimizer = kind(groups, **start)
         except TypeError:  # one whose rate has no default
             optimizer = kind(groups, lr=0.0)
         for group in optimizer.param_groups:
@@ -472,10 +476,12 @@ def offsets(chunks: list[Chunk]) -> list[int]:
 
 
 def optimizer_class(name: str) -> type[Any]:
-    """A class of torch.optim by its name; nothing else is looked up."""
+    """A class of torch.optim or paceline.optim by its name; nothing else is looked up."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
     kind = getattr(torch.optim, name, None) if name.isidentifier() else None
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
-        raise ConfigError(f"{name!r} is no optimizer of torch.optim")
+        raise ConfigError(f"{name!r} is no optimizer of torch.optim or paceline.optim")
     return kind
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.optim import OPTIMIZERS
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
@@ -36,6 +37,7 @@ from paceline.strategies.strategy import World
 # These look at each element by itself, so a tensor may be cut.
 _ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "paceline.Adagrad",
 }  # fmt: skip
 _LOOK_S = 1.0
 _NOT_SENT = ("params", "param_names", "initial_lr")
@@ -358,14 +360,16 @@ class Async(Served):
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch.optim that this optimizer is, by its name: servers look up nothing else."""
+    """The class of torch.optim or paceline.optim that this is, by its name: servers look up nothing else."""
     kind: type = type(optimizer)
     if hasattr(optimizer, "_paceline"):  # the run's own subclass of it
         kind = kind.__mro__[1]
+    if own := [name for name, each in OPTIMIZERS.items() if each is kind]:
+        return own[0]
     if getattr(torch.optim, kind.__name__, None) is not kind:
         raise ConfigError(
-            f"servers apply the optimizers of torch.optim, and {kind.__name__} is another one: use one of "
-            "those, or --strategy allreduce, which takes any"
+            f"servers apply the optimizers of torch.optim and paceline.optim, and {kind.__name__} is another one: use "
+            "one of those, or --strategy allreduce, which takes any"
         )
     name: str = kind.__name__
     optimizer_class(name)
