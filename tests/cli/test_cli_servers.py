@@ -20,7 +20,8 @@ from torch.nn import functional as F
 run = paceline.join(progress="off", checkpoint_keep=2)
 torch.manual_seed(run.seed)
 model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), model)
+momentum = 0.0 if "plain" in sys.argv else 0.5
+optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum), model)
 generator = torch.Generator().manual_seed(3)
 x = torch.randn(160, 10, generator=generator)
 y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
@@ -178,6 +179,16 @@ def test_sync_resumes_on_another_number_of_servers_as_if_nothing_had_been() -> N
     again = run("-n", "2", "--strategy", "sync", "--name", "two", "--servers", "2", epochs=4)
     assert again.returncode == 0, again.stderr
     assert {end[2] for end in ends(again)} == {end[2] for end in ends(whole)}
+
+
+@pytest.mark.slow
+def test_async_resumes_with_what_its_corrections_keep_on_another_number_of_servers() -> None:
+    strategy = "async(correct='compensate(adaptive=True) + dana(0.5)')"
+    whole = run("-n", "1", "--strategy", strategy, "--servers", "1", "--name", "whole", epochs=4, more="plain")
+    run("-n", "1", "--strategy", strategy, "--servers", "1", "--name", "two", epochs=2, more="plain")
+    again = run("-n", "1", "--strategy", strategy, "--servers", "2", "--name", "two", epochs=4, more="plain")
+    assert again.returncode == 0, again.stderr
+    assert [end[2] for end in ends(again)] == [end[2] for end in ends(whole)] != []
 
 
 def test_servers_without_a_use_for_them() -> None:

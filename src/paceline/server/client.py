@@ -98,6 +98,11 @@ class Table:
         self.step = max((part.clock for part in self._parts), default=0)
 
     @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [tensor.name for tensor in self._tensors]
+
+    @property
     def slots(self) -> list[Slot]:
         return self._slots
 

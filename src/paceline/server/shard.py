@@ -23,6 +23,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.optim import OPTIMIZERS
 from paceline.server.gates import Together, make_gate
+from paceline.server.kept import MARK, Kept, chunk_key
 from paceline.server.messages import Options, Push, Rule, Standing
 from paceline.server.placement import Chunk, Placement
 from paceline.staleness import Push as Arrival
@@ -68,6 +69,7 @@ class Shard:
         self.rule = rule
         self.gate = make_gate(rule.gate)
         self.correction = make_corrections(rule.correct or None)
+        self._kept = Kept(self, self.correction) if self.correction else None
         self.version = 0
         self.round = 0  # of those with backups: the same on all shards
         self.wishes = 0
@@ -92,7 +94,7 @@ class Shard:
             for flat, chunk in zip(self._weights, self.chunks)
         ]
         self._room = torch.empty(max((c.nbytes for c in self.chunks), default=0), dtype=torch.uint8)
-        self._optimizers = [self._optimizer(i) for i in range(len(self.chunks))]
+        self.optimizers = [self._optimizer(i) for i in range(len(self.chunks))]
 
     # ---- who is here
 
@@ -240,9 +242,20 @@ class Shard:
     def weights(self, rank: int, index: int) -> torch.Tensor:
         """What a worker is to get of a chunk now."""
         weights = self._weights[index]
+        if self._kept:
+            self._kept.settle()
         if self.correction and self.correction.reads:
-            return self.correction.on_pull(str(index), weights, rank, self._rate(index))
+            return self.correction.on_pull(chunk_key(index), weights, rank, self._rate(index))
         return weights
+
+    def pulled(self, rank: int) -> None:
+        """A worker gets all weights as they are: its next gradients are of these."""
+        if rank not in self._under:
+            self._seen[rank] = self.version
+
+    def flat(self, index: int) -> torch.Tensor:
+        """The weights of a chunk, where they lie."""
+        return self._weights[index]
 
     def named_version(self, rank: int) -> int:
         """What this worker is to name in its next push."""
@@ -265,14 +278,19 @@ class Shard:
         self._weights[index].copy_(values)
 
     def state(self, index: int, piece: int) -> dict[str, Any]:
-        """The optimizer's state of a piece."""
-        return dict(self._optimizers[index].state.get(self._pieces[index][piece], {}))
+        """The optimizer's state of a piece, and what corrections keep of it."""
+        own = dict(self.optimizers[index].state.get(self._pieces[index][piece], {}))
+        return own | self._kept.of(index, piece) if self._kept else own
 
     def store_state(self, index: int, piece: int, key: str, value: Any) -> None:
+        if key.startswith(MARK):
+            if self._kept:
+                self._kept.store(index, piece, key, value)
+            return
         p = self._pieces[index][piece]
         if isinstance(value, torch.Tensor) and value.numel() == p.numel() and value.dim():
             value = value.view(p.shape).clone()
-        self._optimizers[index].state[p][key] = value
+        self.optimizers[index].state[p][key] = value
 
     # ---- inside
 
@@ -295,11 +313,11 @@ class Shard:
             gradient = torch.mul(gradient, under.push.weight, out=self._scratch(index))
         if self.correction:
             arrival = self._arrival(rank, under.push, under.age)
-            gradient = self.correction.on_push(str(index), gradient, self._weights[index], arrival)
+            gradient = self.correction.on_push(chunk_key(index), gradient, self._weights[index], arrival)
         self._apply(index, gradient, missing, under.push.groups)
 
     def _apply(self, index: int, gradient: torch.Tensor, missing: frozenset[int], groups: list[Options]) -> None:
-        optimizer = self._optimizers[index]
+        optimizer = self.optimizers[index]
         for group in optimizer.param_groups:
             group.update(groups[group["number"]])
         for i, (weights, piece) in enumerate(zip(self._pieces[index], self.chunks[index].pieces)):
@@ -454,7 +472,7 @@ class Shard:
         return whole.shape if whole.numel == numel else (numel,)
 
     def _rate(self, index: int) -> float:
-        return float(self._optimizers[index].param_groups[0]["lr"])
+        return float(self.optimizers[index].param_groups[0]["lr"])
 
     def _name(self, index: int) -> str:
         pieces = self.chunks[index].pieces

@@ -24,6 +24,7 @@ from paceline.optim import OPTIMIZERS
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
+from paceline.server.kept import MARK
 from paceline.server.messages import Options, Rule
 from paceline.server.placement import Tensor
 from paceline.server.rounds import agree
@@ -63,6 +64,7 @@ class Served:
         self._owned: set[int] = set()  # ids of parameters
         self._wishes = 0
         self._fetched: list[torch.optim.Optimizer] = []  # whose state is here, for a checkpoint
+        self._kept: list[dict[str, dict[str, Any]]] = []  # by table and parameter: what corrections keep of it
 
     # ---- the contract
 
@@ -165,10 +167,15 @@ class Served:
         return {"pushes": sum(table.step for table in tables), "dropped_pushes": dropped} if tables else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"gate": self.gate.words}
+        correct = self._correct.words if self._correct else ""
+        return {"gate": self.gate.words, "correct": correct, "corrections": self._kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass  # another gate than before is the user's right
+        """Another gate than before is the user's right, and so are other corrections, which begin anew."""
+        words, before = self._correct.words if self._correct else "", state.get("correct", "")
+        self._kept = state.get("corrections", []) if words == before else []
+        if words != before and before and self._world:
+            self._world.tell(f"what {before} has learnt is left out: this run corrects by {words or 'nothing'}")
 
     def own_state(self) -> dict[str, Any]:
         unsaid = [each.table.unsaid() if each.table else {} for each in self._all()]
@@ -178,15 +185,23 @@ class Served:
         """A run was resumed, and models and optimizers are as they were saved: so shall the servers be."""
         world = self._world
         if world is None:
+            self._kept = []
             return
         for i, each in enumerate(self._all()):
             if each.table and world.group.rank == 0:
                 each.table.store()
-                each.table.store_state([dict(each.optimizer.state.get(p, {})) for p in each.parameters])
+                kept = self._kept[i] if i < len(self._kept) else {}
+                each.table.store_state(
+                    [
+                        each.optimizer.state.get(p, {}) | kept.get(name, {})
+                        for p, name in zip(each.parameters, each.table.names)
+                    ]
+                )
             each.optimizer.state.clear()
             for state in states:
                 if each.table and len(state.get("unsaid", ())) > i:
                     each.table.add_unsaid(state["unsaid"][i])
+        self._kept = []
         world.group.barrier()
         for each in self._all():
             each.pull()
@@ -276,16 +291,23 @@ class Served:
         return [each for held in self._tables.values() for each in held]
 
     def _fetch_state(self) -> None:
+        self._forget_state()
         for each in self._all():
-            for p, state in zip(each.parameters, each.table.state() if each.table else ()):
-                if state:
-                    each.optimizer.state[p] = state
+            states = each.table.state() if each.table else []
+            for p, state in zip(each.parameters, states):
+                if own := {key: value for key, value in state.items() if not key.startswith(MARK)}:
+                    each.optimizer.state[p] = own
             self._fetched.append(each.optimizer)
+            names = each.table.names if each.table else []
+            self._kept.append(
+                {n: {k: v for k, v in state.items() if k.startswith(MARK)} for n, state in zip(names, states)}
+            )
 
     def _forget_state(self) -> None:
         for optimizer in self._fetched:
             optimizer.state.clear()
         self._fetched.clear()
+        self._kept = []
 
 
 class _Held:
