@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline import optim
     from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
     from paceline.strategies import AllReduce, Async, Bounded, Sync
     from paceline.train.join import join
@@ -32,6 +33,7 @@ _WHERE = {
     "ConfigError": "paceline.core.errors",
     "Interrupted": "paceline.core.errors",
     "Lost": "paceline.core.errors",
+    "optim": "",
 }
 
 __all__ = [
@@ -45,13 +47,15 @@ __all__ = [
     "Run",
     "Sync",
     "join",
+    "optim",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    where = _WHERE[name]
+    return getattr(importlib.import_module(where), name) if where else importlib.import_module(f"paceline.{name}")
 
 
 def __dir__() -> list[str]:

@@ -20,13 +20,14 @@ from torch.nn import functional as F
 run = paceline.join(progress="off", checkpoint_keep=2)
 torch.manual_seed(run.seed)
 model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), model)
+momentum = 0.0 if "plain" in sys.argv else 0.5
+optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum), model)
 generator = torch.Generator().manual_seed(3)
 x = torch.randn(160, 10, generator=generator)
 y = (x @ torch.randn(10, 4, generator=generator)).argmax(1)
 loader = run.loader(torch.utils.data.TensorDataset(x, y), batch_size=8)
 die, step = int(sys.argv[1]), 0
-slow = 0.1 if "slow" in sys.argv and run.rank else 0.0
+slow = 0.1 if "slow" in sys.argv and run.rank or "last" in sys.argv and run.rank == run.size - 1 else 0.0
 for epoch in run.epochs(int(sys.argv[2])):
     seen = 0
     for a, b in loader:
@@ -40,6 +41,7 @@ for epoch in run.epochs(int(sys.argv[2])):
     print("SEEN", epoch, run.rank, seen)
 right = run.evaluate(lambda a, b: {"right": (model(a).argmax(1) == b).float()}, torch.utils.data.TensorDataset(x, y))
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+print("PUSHES", run.rank, *run._strategy.readings().values())
 print("END", run.rank, run.size, digest, f"{right['right']:.3f}")
 """
 
@@ -95,6 +97,39 @@ def test_a_killed_worker_stops_nobody(strategy: str) -> None:
     assert sum(seen(done, 2).values()) == 160  # after it was lost, nothing is missing
 
 
+def test_rounds_with_backups_are_closed_alike_by_two_servers() -> None:
+    done = run("-n", "2", "--servers", "2", "--strategy", "sync(backups=1)", more="last")
+    assert done.returncode == 0, done.stderr
+    assert len(ends(done)) == 2
+    assert len({end[2] for end in ends(done)}) == 1
+    assert float(ends(done)[0][3]) > 0.6
+    told = sorted(line.split("PUSHES ")[1].split() for line in done.stdout.splitlines() if "PUSHES" in line)
+    fast, slow = (int(pushes) for _, pushes, _ in told)
+    assert fast + slow == 3 * 160 / 8
+    assert fast > slow  # it was not waited for
+
+
+@pytest.mark.slow
+def test_rounds_with_backups_go_on_without_a_killed_worker() -> None:
+    done = run("-n", "3", "--servers", "2", "--strategy", "sync(backups=1)", die=9)
+    assert done.returncode == 0, done.stderr
+    assert "rank 2 was lost: exit code -9 (SIGKILL)" in done.stderr
+    assert len(ends(done)) == 2
+    assert len({end[2] for end in ends(done)}) == 1
+
+
+@pytest.mark.slow
+def test_rounds_with_backups_and_a_shard_with_every_worker() -> None:
+    args = ["-n", "3", "--servers", "colocated", "--strategy", "sync(backups=1)"]
+    done = run(*args, more="last")
+    assert done.returncode == 0, done.stderr
+    assert len(ends(done)) == 3
+    assert len({end[2] for end in ends(done)}) == 1
+    lost = run(*args, die=5)
+    assert lost.returncode == 137
+    assert "rank 2 failed first" in lost.stderr
+
+
 @pytest.mark.slow
 def test_a_slow_worker_gets_fewer_batches() -> None:
     done = run("-n", "2", "--strategy", "async", more="slow")
@@ -144,6 +179,16 @@ def test_sync_resumes_on_another_number_of_servers_as_if_nothing_had_been() -> N
     again = run("-n", "2", "--strategy", "sync", "--name", "two", "--servers", "2", epochs=4)
     assert again.returncode == 0, again.stderr
     assert {end[2] for end in ends(again)} == {end[2] for end in ends(whole)}
+
+
+@pytest.mark.slow
+def test_async_resumes_with_what_its_corrections_keep_on_another_number_of_servers() -> None:
+    strategy = "async(correct='compensate(adaptive=True) + dana(0.5)')"
+    whole = run("-n", "1", "--strategy", strategy, "--servers", "1", "--name", "whole", epochs=4, more="plain")
+    run("-n", "1", "--strategy", strategy, "--servers", "1", "--name", "two", epochs=2, more="plain")
+    again = run("-n", "1", "--strategy", strategy, "--servers", "2", "--name", "two", epochs=4, more="plain")
+    assert again.returncode == 0, again.stderr
+    assert [end[2] for end in ends(again)] == [end[2] for end in ends(whole)] != []
 
 
 def test_servers_without_a_use_for_them() -> None:

@@ -23,6 +23,7 @@ from paceline.server.connection import Connection, pair
 from paceline.server.placement import Tensor
 from paceline.server.placement import place as place_tensors
 from paceline.server.service import Service
+from paceline.server.shard import optimizer_class
 from paceline.transport.channel import Channel
 
 T = TypeVar("T")
@@ -98,12 +99,14 @@ def parameters(table: Table) -> list[torch.Tensor]:
     return [slot.parameter for slot in table.slots]
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor", "paceline.Adagrad"])
 @pytest.mark.parametrize("shared", [True, False], ids=["memory", "socket"])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_one_worker_gets_what_torch_gives_bit_for_bit(servers: int, shared: bool, optimizer: str) -> None:
     options = SGD if optimizer == "SGD" else {"lr": 0.01}
-    kind = getattr(torch.optim, optimizer)
+    if "Adagrad" in optimizer:
+        options = options | {"initial_accumulator_value": 0.1}
+    kind = optimizer_class(optimizer)
     mine = [torch.nn.Parameter(w.clone()) for w in weights()]
     plain = kind(mine, **options)
     with place(1, servers, shared=shared) as here:
@@ -304,8 +307,8 @@ PUSH = m.Push(table=0, view=1, step=1, read=0, weight=1.0, groups=[SGD])
     ("said", "message"),
     [
         ([b"\xc1 nonsense"], "cannot be read"),
-        ([msgspec.structs.replace(OPEN, protocol=0)], "speaks protocol 0, the server 1"),
-        ([{"type": "open", "protocol": 99, "what": "ever"}], "speaks protocol 99, the server 1"),
+        ([msgspec.structs.replace(OPEN, protocol=0)], "speaks protocol 0, the server 2"),
+        ([{"type": "open", "protocol": 99, "what": "ever"}], "speaks protocol 99, the server 2"),
         ([msgspec.structs.replace(OPEN, rank=3)], "as member 3"),
         ([msgspec.structs.replace(OPEN, server=4, table=3)], "no server 4 among 1"),
         ([PUSH], "table 0, which it has not opened"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.server.messages import Push, Rule
 from paceline.server.placement import Tensor, place
+from paceline.server.rounds import Rounds
 from paceline.server.shard import Shard, room
 
 SHAPES = [(30, 5), (7,), (40, 4)]
@@ -29,18 +30,20 @@ class Table:
         self.closed: list[frozenset[int]] = []
         rule = Rule(optimizer="SGD", groups=self.options, gate=gate, correct=correct)
         memory = torch.zeros(room(placement.of(0)), dtype=torch.uint8)
-        self.shard = Shard(placement, 0, rule, memory, lambda rank, chunk: self.got.append((rank, chunk)), self._whole)
+        self.shard = Shard(placement, 0, rule, memory, lambda rank, chunk: self.got.append((rank, chunk)), self._stands)
         self.chunks = len(self.shard.chunks)
         assert self.chunks > 2
+        self.rounds = Rounds()
         self.step = {rank: self.shard.join(rank) for rank in range(workers)}
         self.due = dict.fromkeys(range(workers), 0)  # chunks that a worker still waits for
         self.part = dict.fromkeys(range(workers), 0)  # of the push under way; 0: none is
         self.read = dict.fromkeys(range(workers), 0)
+        self.round = dict.fromkeys(range(workers), 0)
 
-    def _whole(self) -> None:
-        if contributors := self.shard.enough():
-            self.closed.append(contributors)
-            self.shard.close(contributors)
+    def _stands(self) -> None:
+        if closed := self.rounds.hear(0, self.shard.standing()):
+            self.closed.append(frozenset(rank for rank, _ in closed.contributors))
+            self.shard.close(closed.contributors)
 
     def can(self, rank: int) -> bool:
         return not self.due[rank] or self.part[rank] < self.chunks
@@ -50,7 +53,15 @@ class Table:
         if not self.due[rank]:
             self.step[rank] += 1
             self.part[rank], self.due[rank] = 0, self.chunks
-            push = Push(table=0, view=1, step=self.step[rank], read=self.read[rank], weight=weight, groups=self.options)
+            push = Push(
+                table=0,
+                view=1,
+                step=self.step[rank],
+                read=self.read[rank],
+                weight=weight,
+                groups=self.options,
+                round=self.round[rank],
+            )
             self.shard.begin(rank, push)
             return
         index = self.part[rank]
@@ -68,6 +79,7 @@ class Table:
             self.due[rank] -= 1
             if not self.due[rank]:
                 self.read[rank] = self.shard.named_version(rank)
+                self.round[rank] = self.shard.round
         self.got.clear()
 
     def values(self) -> torch.Tensor:
@@ -246,7 +258,8 @@ def test_a_piece_without_a_gradient_is_left_alone() -> None:
         ({"view": 2}, "view 2"),
         ({"read": 7}, "version 7"),
         ({"read": -1}, "version -1"),
-        ({"step": 3}, "step 3 after step 0"),
+        ({"step": 3}, "step 3 after step 1"),
+        ({"round": 1}, "round 1 of 0"),
         ({"weight": -1.0}, "weight"),
         ({"weight": float("nan")}, "weight"),
         ({"groups": []}, "0 parameter groups"),
@@ -254,7 +267,8 @@ def test_a_piece_without_a_gradient_is_left_alone() -> None:
 )
 def test_a_push_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     table = Table("async", 1)
-    fields = {"table": 0, "view": 1, "step": 1, "read": 0, "weight": 1.0, "groups": table.options} | change
+    table.whole(0)
+    fields = {"table": 0, "view": 1, "step": 2, "read": 0, "weight": 1.0, "groups": table.options} | change
     with pytest.raises(ConfigError, match=message):
         table.shard.begin(0, Push(**fields))
     table.whole(0)  # it lives on

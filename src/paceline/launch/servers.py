@@ -31,8 +31,6 @@ def choose(strategy: str, servers: str, workers: int) -> tuple[int, str]:
         return int(servers), f"{servers} server{'s' if servers != '1' else ''}, as asked for"
     if name == "sync" and "backups" not in strategy:
         return 0, "a shard with every worker: sync spreads the load as evenly as a ring does"
-    if name == "sync":
-        return 1, "1 server: rounds with backups are closed in one place"
     count = -(-workers // _WORKERS_PER_SERVER)
     each = f"one for each {_WORKERS_PER_SERVER}" if count > 1 else f"one is enough for up to {_WORKERS_PER_SERVER}"
     plural = "s" if count > 1 else ""

@@ -13,6 +13,7 @@ from paceline.environment import detect
 from paceline.membership import meet
 from paceline.server.connection import connect
 from paceline.server.dealing import Dealing
+from paceline.server.rounds import agree
 from paceline.server.service import Service
 from paceline.transport.hub import Hub
 from paceline.transport.wires import Wires, own_address
@@ -36,7 +37,8 @@ def main() -> None:
     status = Status(Path(settings.root) / settings.name / "status" / f"rank-{place.rank}", place.host)
     status.set("connecting")
     wires[0].join(meeting.view, place.rank, limit_s=settings.wait_limit_s, status=status)
-    service = Service(limit_s=settings.wait_limit_s)
+    agreement = agree(wires[0], range(place.workers, place.size))
+    service = Service(limit_s=settings.wait_limit_s, agreement=agreement)
     hub = dealing = None
     if place.rank == place.workers:
         hub, dealing = Hub(wires[0], range(place.workers)), Dealing(wires[0], range(place.workers))

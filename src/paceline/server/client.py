@@ -8,6 +8,7 @@ gathered.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,7 @@ class Client:
         self, rank: int, connections: Sequence[Connection], *, limit_s: float = 300.0, status: Status | None = None
     ) -> None:
         self.rank = rank
+        self.life = random.SystemRandom().getrandbits(32)
         self.limit_s = limit_s
         self.status = status or Status(None)
         self.ports = [Port(i, connection, limit_s, self.status) for i, connection in enumerate(connections)]
@@ -64,7 +66,7 @@ class Table:
     ) -> None:
         self.number = number
         self.step = 0  # this worker's clock
-        self.dropped: list[str] = []  # why pushes were not applied
+        self.dropped: dict[int, str] = {}  # by step: why a push was not applied
         self.wishes = 0  # that anybody has uttered
         self._client = client
         self._slots = [Slot(p) for _, p in tensors]
@@ -96,6 +98,11 @@ class Table:
         self.step = max((part.clock for part in self._parts), default=0)
 
     @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [tensor.name for tensor in self._tensors]
+
+    @property
     def slots(self) -> list[Slot]:
         return self._slots
 
@@ -122,6 +129,8 @@ class Table:
         flat = [None if g is None else flat_of(g.to_dense() if g.is_sparse else g) for g in gradients]
         self._check_finite(flat)
         self.step += 1
+        # Weights of unlike rounds, after a push that was dropped, make a gradient of the oldest one.
+        oldest = min((part.round for part in self._parts if part.chunks), default=0)
 
         def work(part: Part) -> Future[None]:
             head = m.Push(
@@ -132,6 +141,8 @@ class Table:
                 weight=weight,
                 groups=groups,
                 wish=wish,
+                round=oldest,
+                life=self._client.life,
             )
             return part.push(head, flat)
 

@@ -8,6 +8,8 @@
                       Rest       no push will come for a while
                       Leave      this worker is done
     server → worker   Opened, Weights, State, Dropped, Refused
+    server → first    Standing   of a round with backups: who is here, and whose push is whole
+    first → servers   Closed     this round, with these workers' pushes
 
 Every connection begins with Open, which has the protocol's version. Bytes that do not decode to exactly these, or do
 not fit the table, are refused by name, and nothing of them is applied. Nothing is unpickled.
@@ -22,7 +24,7 @@ import msgspec
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server.placement import Tensor
 
-PROTOCOL = 1  # raised with every change that an older member would not understand
+PROTOCOL = 2  # raised with every change that an older member would not understand
 MAX_HEADER_BYTES = 1 << 26  # a table of a million parameters
 
 Options = dict[str, Any]  # of a parameter group: numbers, booleans, words, None and lists of them
@@ -31,7 +33,7 @@ Options = dict[str, Any]  # of a parameter group: numbers, booleans, words, None
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """How a table is trained: the same on all members."""
 
-    optimizer: str  # a class of torch.optim
+    optimizer: str  # a class of torch.optim, or of paceline.optim
     groups: list[Options]
     gate: str  # in words
     correct: str = ""  # corrections, in words
@@ -75,6 +77,8 @@ class Push(msgspec.Struct, frozen=True, tag="push", kw_only=True):
     weight: float  # of the batch: the share of real samples in it
     groups: list[Options]
     wish: bool = False  # see World.wish
+    round: int = 0  # with backups: the one that it is meant for; of several servers', the oldest
+    life: int = 0  # of the worker: who takes the place of a lost one, with its rank, has another
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
@@ -125,6 +129,7 @@ class Weights(msgspec.Struct, frozen=True, tag="weights", kw_only=True):
     version: int  # that the worker is to name when it pushes what it computes with these
     wishes: int  # how often anybody has wished for a pause
     place: int = 0  # in the server's shared memory
+    round: int = 0  # with backups: the one under way
 
 
 class State(msgspec.Struct, frozen=True, tag="state", kw_only=True):
@@ -158,12 +163,33 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
         return (ConfigError if self.kind == "config" else Interrupted)(self.message)
 
 
+class Standing(msgspec.Struct, frozen=True, tag="standing", kw_only=True):
+    """Where a server stands in a round with backups; the first server puts all of them together."""
+
+    table: int
+    servers: int  # that hold a part of the table
+    round: int
+    backups: int  # 0: the gate has turned, and there are no such rounds any more
+    here: tuple[int, ...]  # ranks
+    resting: tuple[int, ...]
+    whole: tuple[tuple[int, int], ...]  # ranks and lives whose push for this round is here
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed"):
+    """A round is closed with these workers' pushes, on all servers."""
+
+    table: int
+    round: int
+    contributors: tuple[tuple[int, int], ...]  # ranks and lives
+
+
 ToServer = Open | Store | Push | Part | Pull | Turn | Rest | Leave
 ToWorker = Opened | Weights | State | Dropped | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
+_between_servers = msgspec.msgpack.Decoder(Standing | Closed)
 
 
 class _Head(msgspec.Struct):
@@ -199,3 +225,11 @@ def decode_to_worker(data: bytes | bytearray) -> ToWorker:
         return message
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Interrupted(f"a server sent what cannot be read: {error}") from None
+
+
+def decode_between_servers(data: bytes | bytearray) -> Standing | Closed:
+    try:
+        message: Standing | Closed = _between_servers.decode(data)
+        return message
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a server sent what cannot be read: {error}") from None

@@ -53,6 +53,7 @@ class Part:
         self.chunks = chunks
         self.version = 0
         self.clock = 0
+        self.round = 0
         self.states: dict[tuple[int, int, int, str], Any] = {}
         self._table = table
         self._places = offsets(chunks)
@@ -126,7 +127,8 @@ class Part:
                     body = self._gather(chunk, gradients, self._staging)
                     self.port.say(m.Part(chunk=index, nbytes=chunk.nbytes, missing=missing), body)
 
-        return self._begin(work, chunks=True)
+        # A server that holds nothing of the table is not told of pushes: it would have nothing to answer.
+        return self._begin(work if self.chunks else lambda: None, chunks=True)
 
     def pull_state(self) -> Future[None]:
         return self._begin(lambda: self.port.say(m.Pull(self._table.number, state=True)))
@@ -191,6 +193,7 @@ class Part:
             self._spread(chunk, self._arriving[: chunk.nbytes])
         first = len(self._fresh) == len(self.chunks)
         self.version = message.version if first else min(self.version, message.version)
+        self.round = message.round if first else min(self.round, message.round)
         self._table.wishes = max(self._table.wishes, message.wishes)
         self._fresh.discard(message.chunk)
         if not self._fresh:

@@ -103,7 +103,7 @@ class Port:
             part.state_arrived(message)
         else:
             part.dropped = True
-            part._table.dropped.append(f"step {message.step} at server {self.server}: {message.reason}")
+            part._table.dropped.setdefault(message.step, f"at server {self.server}: {message.reason}")
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -27,6 +27,7 @@ from paceline.server import messages as m
 from paceline.server.connection import Block, Connection, bytes_of
 from paceline.server.packing import most, servable, unpack
 from paceline.server.placement import Tensor, dtype_of, place
+from paceline.server.rounds import Agreement
 from paceline.server.shard import Shard, offsets, room
 
 _BUFFERS = 4  # chunks of one worker that are received ahead of being applied
@@ -40,9 +41,10 @@ class Service:
     Args:
         limit_s: bounds every wait for a worker that is in the middle of saying something.
         view: the number of the placement.
+        agreement: with the other servers, on rounds with backups; left out where this is the only one.
     """
 
-    def __init__(self, *, limit_s: float = 300.0, view: int = 1) -> None:
+    def __init__(self, *, limit_s: float = 300.0, view: int = 1, agreement: Agreement | None = None) -> None:
         self.limit_s = limit_s
         self.view = view
         self.tables: dict[int, Table] = {}
@@ -50,6 +52,8 @@ class Service:
         self._sessions: dict[int, Session] = {}
         self._shards = threading.RLock()
         self._idle = threading.Condition()
+        self.agreement = agreement or Agreement()
+        self.agreement.start(self._shards, self._close_round, self._fail)
 
     def attach(self, connection: Connection) -> None:
         """Serve one more worker."""
@@ -67,6 +71,7 @@ class Service:
             sessions = list(self._sessions.values())
         for session in sessions:
             session.close()
+        self.agreement.close()
         for table in self.tables.values():
             table.block.close()
 
@@ -120,11 +125,21 @@ class Service:
                     table.shard.leave(session.rank)
         with self._idle:
             del self._sessions[session.rank]
-            others = list(self._sessions.values())
             self._idle.notify_all()
         if self.fault:
-            for other in others:
-                other.refuse(Interrupted(self.fault))
+            self._fail(self.fault)
+
+    def _close_round(self, word: m.Closed) -> None:
+        with torch.no_grad():
+            self.tables[word.table].shard.close(word.contributors)
+
+    def _fail(self, fault: str) -> None:
+        """Nobody can go on, and everybody is told why."""
+        self.fault = self.fault or fault
+        with self._idle:
+            others = list(self._sessions.values())
+        for other in others:
+            other.refuse(Interrupted(self.fault))
 
 
 class Terms(NamedTuple):
@@ -152,15 +167,20 @@ class Table:
         self.nbytes = room(self.chunks)
         self.block = Block(max(self.nbytes, 1))
         self._service = service
-        self.shard = Shard(placement, terms.server, terms.rule, self.block.data, self._ready, self._whole)
+        self.shard = Shard(
+            placement, terms.server, terms.rule, self.block.data, self._ready, self._stands, self._dropped
+        )
 
     def _ready(self, rank: int, index: int) -> None:
         if session := self._service.session(rank):
             session.send_weights(self, index)
 
-    def _whole(self) -> None:
-        if contributors := self.shard.enough():
-            self.shard.close(contributors)
+    def _stands(self) -> None:
+        self._service.agreement.stand(self.shard.standing(self.number))
+
+    def _dropped(self, rank: int, step: int, reason: str) -> None:
+        if session := self._service.session(rank):
+            session.say_dropped(self, step, reason)
 
 
 class Buffers:
@@ -237,10 +257,12 @@ class Session:
             nbytes=0 if shared else weights.nbytes,
             version=table.shard.named_version(self.rank),
             wishes=table.shard.wishes,
+            round=table.shard.round,
         )
         self._say(message, None if shared else weights)
 
     def send_all_weights(self, table: Table) -> None:
+        table.shard.pulled(self.rank)
         for index in range(len(table.chunks)):
             self.send_weights(table, index)
 
@@ -288,7 +310,10 @@ class Session:
 
     def _begin(self, table: Table, push: m.Push) -> None:
         if reason := table.shard.begin(self.rank, push):
-            self._say(m.Dropped(table.number, push.step, reason))
+            self.say_dropped(table, push.step, reason)
+
+    def say_dropped(self, table: Table, step: int, reason: str) -> None:
+        self._say(m.Dropped(table.number, step, reason))
 
     # ---- the receiving thread
 

@@ -6,7 +6,7 @@ goes out is `ready(rank, chunk)`: these weights may go to that worker now. So an
     async, bounded   a part is corrected for its age and applied when it comes; the worker gets the chunk back at once,
                      or when the gate opens
     sync             parts are kept until all workers have sent theirs, then summed in the order of ranks and applied;
-                     with backups a round is closed when enough pushes are whole, and by one word for all shards
+                     with backups a round is closed by one word for all shards (`server.rounds`)
 
 The version counts pushes that were applied (in sync: rounds). A worker's own push counts as seen by it, so the age of
 its next one is the number of others' pushes in between.
@@ -15,14 +15,16 @@ its next one is the number of others' pushes in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.optim import OPTIMIZERS
 from paceline.server.gates import Together, make_gate
-from paceline.server.messages import Options, Push, Rule
+from paceline.server.kept import MARK, Kept, chunk_key
+from paceline.server.messages import Options, Push, Rule, Standing
 from paceline.server.placement import Chunk, Placement
 from paceline.staleness import Push as Arrival
 from paceline.staleness import make_corrections
@@ -48,8 +50,8 @@ class Shard:
     Args:
         memory: where the weights live; `room` says how much is needed.
         ready: called when a chunk may go to a worker.
-        whole: called where rounds have backups and something has changed: whoever knows all shards looks at `enough`
-            and calls `close`.
+        stands: called where rounds have backups and `standing` may have changed: who knows all shards calls `close`.
+        dropped: called with rank, step and reason where a push is dropped that `begin` had taken.
     """
 
     def __init__(
@@ -59,22 +61,30 @@ class Shard:
         rule: Rule,
         memory: torch.Tensor,
         ready: Callable[[int, int], None],
-        whole: Callable[[], None] = lambda: None,
+        stands: Callable[[], None] = lambda: None,
+        dropped: Callable[[int, int, str], None] = lambda rank, step, reason: None,
     ) -> None:
         self.placement = placement
         self.chunks = placement.of(server)
         self.rule = rule
         self.gate = make_gate(rule.gate)
         self.correction = make_corrections(rule.correct or None)
+        self._kept = Kept(self, self.correction) if self.correction else None
         self.version = 0
+        self.round = 0  # of those with backups: the same on all shards
         self.wishes = 0
         self.clocks: dict[int, int] = {}  # by rank, of the workers that are here
         self._steps: dict[int, int] = {}  # by rank: the number of its last push
         self.applied = self.dropped = 0  # pushes
         self._ready = ready
-        self._whole = whole
+        self._stands = stands
+        self._dropped = dropped
         self._under: dict[int, Under] = {}
+        self._gone: dict[tuple[int, int], Under] = {}  # by rank and life: whole pushes of who has left, with backups
         self._resting: set[int] = set()
+        self._fresh: set[int] = (
+            set()
+        )  # who has not pushed yet: it begins at the highest clock that a server has told it
         self._seen: dict[int, int] = {}  # versions that workers will name in their next push
         self._waits: dict[int, set[int]] = {}  # by rank: chunks that are due to it
         self._summed: set[int] = set()  # chunks of the round under way, in sync without backups
@@ -84,7 +94,7 @@ class Shard:
             for flat, chunk in zip(self._weights, self.chunks)
         ]
         self._room = torch.empty(max((c.nbytes for c in self.chunks), default=0), dtype=torch.uint8)
-        self._optimizers = [self._optimizer(i) for i in range(len(self.chunks))]
+        self.optimizers = [self._optimizer(i) for i in range(len(self.chunks))]
 
     # ---- who is here
 
@@ -92,11 +102,18 @@ class Shard:
         """A worker comes; the clock at which it begins: that of the slowest, so that nobody waits for its past."""
         self.clocks.setdefault(rank, min(self.clocks.values(), default=0))
         self._steps.setdefault(rank, self.clocks[rank])
+        self._fresh.add(rank)
         self._seen[rank] = self.version
+        self._tell()
         return self._steps[rank]
 
     def leave(self, rank: int) -> None:
-        """A worker goes, or has died. A push that was under way is forgotten; what was applied of it stays."""
+        """A worker goes, or has died. A push that was under way is forgotten; what was applied of it stays.
+
+        With backups one that was whole is kept until the round is closed, which may have been decided with it.
+        """
+        if self._backups and rank in self.whole_pushes():
+            self._gone[rank, self._under[rank].push.life] = self._under[rank]
         self.clocks.pop(rank, None)
         self._steps.pop(rank, None)
         self._under.pop(rank, None)
@@ -107,6 +124,8 @@ class Shard:
             self.correction.forget(rank)
         if self.clocks:
             self._go_on()
+        else:
+            self._tell()
 
     def rest(self, rank: int) -> None:
         """A worker will not push for a while, and nobody is to wait for it."""
@@ -119,6 +138,7 @@ class Shard:
             self._resting.discard(rank)
             awake = [clock for other, clock in self.clocks.items() if other != rank and other not in self._resting]
             self.clocks[rank] = max(self.clocks[rank], min(awake, default=0))
+            self._tell()
 
     def turn(self, words: str) -> None:
         """From now on another gate; between two steps of all workers."""
@@ -128,6 +148,8 @@ class Shard:
         slowest = min(self.clocks.values(), default=0)
         self.clocks = dict.fromkeys(self.clocks, slowest)
         self._seen = dict.fromkeys(self._seen, self.version)
+        if self.chunks:
+            self._stands()
 
     # ---- a push
 
@@ -143,13 +165,17 @@ class Shard:
             )
         if not 0 <= push.read <= self.version or not 0.0 <= push.weight < math.inf:
             raise ConfigError(f"member {rank} names version {push.read} of {self.version} and weight {push.weight}")
-        if push.step != self._steps[rank] + 1:
+        if not 0 <= push.round <= self.round:
+            raise ConfigError(f"member {rank} names round {push.round} of {self.round}")
+        ahead = push.step - self._steps[rank]
+        if ahead < 1 or (ahead > 1 and rank not in self._fresh):
             raise ConfigError(f"member {rank} pushes step {push.step} after step {self._steps[rank]}")
         if len(push.groups) != len(self.rule.groups):
             raise ConfigError(
                 f"member {rank} has {len(push.groups)} parameter groups, the table {len(self.rule.groups)}"
             )
         age = self.version - push.read
+        self._fresh.discard(rank)
         self._wake(rank)
         self._under[rank] = under = Under(push, age, self._why_not(rank, push, age))
         self._waits[rank] = set()
@@ -184,18 +210,52 @@ class Shard:
         """Whether the gradients of a chunk must stay as they are: until it is ready for that worker."""
         return rank in self._under and index in self._under[rank].kept
 
-    def close(self, contributors: frozenset[int]) -> None:
-        """End a round with these workers' pushes, which are whole here; the others' will be dropped."""
+    def close(self, contributors: Sequence[tuple[int, int]]) -> None:
+        """End a round with backups with the pushes of these ranks and lives, whole here; the others' are dropped."""
+        if not self.chunks:
+            return  # nobody pushes here
+        whole = {(rank, self._under[rank].push.life): self._under[rank] for rank in self.whole_pushes()} | self._gone
+        if not whole.keys() >= set(contributors):
+            raise ConfigError(
+                f"round {self.round} was closed with {contributors}, of whom only {sorted(whole)} are here"
+            )
         for index in range(len(self.chunks)):
-            self._sum(index, sorted(contributors))
-        self._round_over(contributors)
+            self._sum(index, [whole[each] for each in sorted(contributors)])
+        here = sorted(rank for rank, life in contributors if (rank, life) not in self._gone)
+        self.round += 1
+        self.applied += len(contributors) - len(here)
+        self._gone.clear()
+        self._round_over(here)
+        late = {rank: under for rank, under in self._under.items() if not under.reason}
+        for rank, under in late.items():  # before any of them is dropped: none is for the next round
+            under.reason = "its round was closed without it"
+            under.kept.clear()
+            self._dropped(rank, under.push.step, under.reason)
+        for rank in here:
+            for index in range(len(self.chunks)):
+                self._ready(rank, index)
+        for rank, under in late.items():
+            if under.whole:
+                self._drop(rank, under)
+        self._tell()
 
     def weights(self, rank: int, index: int) -> torch.Tensor:
         """What a worker is to get of a chunk now."""
         weights = self._weights[index]
+        if self._kept:
+            self._kept.settle()
         if self.correction and self.correction.reads:
-            return self.correction.on_pull(str(index), weights, rank, self._rate(index))
+            return self.correction.on_pull(chunk_key(index), weights, rank, self._rate(index))
         return weights
+
+    def pulled(self, rank: int) -> None:
+        """A worker gets all weights as they are: its next gradients are of these."""
+        if rank not in self._under:
+            self._seen[rank] = self.version
+
+    def flat(self, index: int) -> torch.Tensor:
+        """The weights of a chunk, where they lie."""
+        return self._weights[index]
 
     def named_version(self, rank: int) -> int:
         """What this worker is to name in its next push."""
@@ -218,20 +278,26 @@ class Shard:
         self._weights[index].copy_(values)
 
     def state(self, index: int, piece: int) -> dict[str, Any]:
-        """The optimizer's state of a piece."""
-        return dict(self._optimizers[index].state.get(self._pieces[index][piece], {}))
+        """The optimizer's state of a piece, and what corrections keep of it."""
+        own = dict(self.optimizers[index].state.get(self._pieces[index][piece], {}))
+        return own | self._kept.of(index, piece) if self._kept else own
 
     def store_state(self, index: int, piece: int, key: str, value: Any) -> None:
+        if key.startswith(MARK):
+            if self._kept:
+                self._kept.store(index, piece, key, value)
+            return
         p = self._pieces[index][piece]
         if isinstance(value, torch.Tensor) and value.numel() == p.numel() and value.dim():
             value = value.view(p.shape).clone()
-        self._optimizers[index].state[p][key] = value
+        self.optimizers[index].state[p][key] = value
 
     # ---- inside
 
     def _why_not(self, rank: int, push: Push, age: int) -> str:
         if self.sync:
-            return f"its round was closed {age} rounds ago" if age else ""
+            ago = self.round - push.round if self._backups else age
+            return f"its round was closed {ago} rounds ago" if ago else ""
         if self.correction and not self.correction.accepts(self._arrival(rank, push, age)):
             return f"it is {age} versions old"
         return ""
@@ -247,11 +313,11 @@ class Shard:
             gradient = torch.mul(gradient, under.push.weight, out=self._scratch(index))
         if self.correction:
             arrival = self._arrival(rank, under.push, under.age)
-            gradient = self.correction.on_push(str(index), gradient, self._weights[index], arrival)
+            gradient = self.correction.on_push(chunk_key(index), gradient, self._weights[index], arrival)
         self._apply(index, gradient, missing, under.push.groups)
 
     def _apply(self, index: int, gradient: torch.Tensor, missing: frozenset[int], groups: list[Options]) -> None:
-        optimizer = self._optimizers[index]
+        optimizer = self.optimizers[index]
         for group in optimizer.param_groups:
             group.update(groups[group["number"]])
         for i, (weights, piece) in enumerate(zip(self._pieces[index], self.chunks[index].pieces)):
@@ -271,7 +337,7 @@ class Shard:
             self.applied += 1
             self._tick(rank, under)
         else:
-            self._whole()
+            self._tell()
 
     def _drop(self, rank: int, under: Under) -> None:
         """A push that will not be applied has come to its end: its worker gets all weights, as they are now."""
@@ -311,9 +377,8 @@ class Shard:
                     self._seen[rank] = self.version
                 for index in due:
                     self._ready(rank, index)
-        if self._backups:
-            self._whole()
-        elif self.sync:
+        self._tell()
+        if self.sync:
             for index in range(len(self.chunks)):
                 self._sum_what_is_here(index)
 
@@ -322,11 +387,21 @@ class Shard:
         """Whether a worker may be lost."""
         return not self.sync or self._backups > 0
 
-    def enough(self) -> frozenset[int] | None:
-        """With backups: who is in the round, once enough are."""
-        whole = self.whole_pushes()
-        needed = max(1, len(self.clocks.keys() - self._resting) - self._backups)
-        return frozenset(whole) if self._backups and len(whole) >= needed else None
+    def standing(self, table: int = 0) -> Standing:
+        """What whoever closes the rounds of all shards must know of this one."""
+        return Standing(
+            table=table,
+            servers=len({chunk.server for chunk in self.placement.chunks}),
+            round=self.round,
+            backups=self._backups,
+            here=tuple(sorted(self.clocks)),
+            resting=tuple(sorted(self._resting)),
+            whole=tuple((rank, self._under[rank].push.life) for rank in sorted(self.whole_pushes())),
+        )
+
+    def _tell(self) -> None:
+        if self._backups and self.chunks:
+            self._stands()
 
     @property
     def _backups(self) -> int:
@@ -337,16 +412,20 @@ class Shard:
         if self._backups or not self.clocks or index in self._summed:
             return
         if all(r in self._under and index in self._under[r].kept for r in self.clocks):
-            self._sum(index, sorted(self.clocks))
+            self._sum(index, [self._under[rank] for rank in sorted(self.clocks)])
             self._summed.add(index)
+            for rank in sorted(self.clocks):
+                self._seen[rank] = self.version + 1
+                self._ready(rank, index)
             if len(self._summed) == len(self.chunks):
-                self._round_over(frozenset(self.clocks))
+                self._summed.clear()
+                self._round_over(sorted(self.clocks))
 
-    def _sum(self, index: int, ranks: list[int]) -> None:
-        """The mean over the samples of these workers, added up in the order of ranks, applied."""
-        pushes = [self._under[r].push for r in ranks]
+    def _sum(self, index: int, whole: list[Under]) -> None:
+        """The mean over the samples of these pushes, added up in the order of ranks, applied."""
+        pushes = [under.push for under in whole]
         total = sum(push.weight for push in pushes)
-        parts = [self._under[r].kept.pop(index) for r in ranks]
+        parts = [under.kept.pop(index) for under in whole]
         missing = frozenset.intersection(*(m for _, m in parts))
         if total:
             mean = parts[0][0]
@@ -355,28 +434,14 @@ class Shard:
                 for push, (gradient, _) in zip(pushes[1:], parts[1:]):
                     mean.add_(gradient, alpha=push.weight / total)
             self._apply(index, mean, missing, pushes[0].groups)
-        if not self._backups:
-            for rank in ranks:
-                self._seen[rank] = self.version + 1
-                self._ready(rank, index)
 
-    def _round_over(self, contributors: frozenset[int]) -> None:
+    def _round_over(self, contributors: list[int]) -> None:
         self.version += 1
         self.applied += len(contributors)
-        self._summed.clear()
-        for rank in sorted(contributors):
+        for rank in contributors:
             under = self._under.pop(rank)
             self._count(rank, under.push)
             self._seen[rank] = self.version
-            if self._backups:
-                for index in range(len(self.chunks)):
-                    self._ready(rank, index)
-        for rank, under in list(self._under.items()):  # too late, or still on its way
-            if self._backups and not under.reason:
-                under.reason = "its round was closed without it"
-                under.kept.clear()
-                if under.whole:
-                    self._drop(rank, under)
 
     def _optimizer(self, index: int) -> torch.optim.Optimizer:
         kind = optimizer_class(self.rule.optimizer)
@@ -386,8 +451,11 @@ class Shard:
             for number, options in enumerate(self.rule.groups)
             if number in numbers
         ]
+        start = {}
+        if kind is torch.optim.Adagrad:  # its state is made here, and by this argument alone
+            start = {k: v for k, v in self.rule.groups[0].items() if k == "initial_accumulator_value"}
         try:
-            optimizer: torch.optim.Optimizer = kind(groups)
+            optimizer: torch.optim.Optimizer = kind(groups, **start)
         except TypeError:  # one whose rate has no default
             optimizer = kind(groups, lr=0.0)
         for group in optimizer.param_groups:
@@ -404,7 +472,7 @@ class Shard:
         return whole.shape if whole.numel == numel else (numel,)
 
     def _rate(self, index: int) -> float:
-        return float(self._optimizers[index].param_groups[0]["lr"])
+        return float(self.optimizers[index].param_groups[0]["lr"])
 
     def _name(self, index: int) -> str:
         pieces = self.chunks[index].pieces
@@ -426,10 +494,12 @@ def offsets(chunks: list[Chunk]) -> list[int]:
 
 
 def optimizer_class(name: str) -> type[Any]:
-    """A class of torch.optim by its name; nothing else is looked up."""
+    """A class of torch.optim or paceline.optim by its name; nothing else is looked up."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
     kind = getattr(torch.optim, name, None) if name.isidentifier() else None
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
-        raise ConfigError(f"{name!r} is no optimizer of torch.optim")
+        raise ConfigError(f"{name!r} is no optimizer of torch.optim or paceline.optim")
     return kind
 
 

@@ -20,11 +20,14 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.optim import OPTIMIZERS
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
+from paceline.server.kept import MARK
 from paceline.server.messages import Options, Rule
 from paceline.server.placement import Tensor
+from paceline.server.rounds import agree
 from paceline.server.service import Service
 from paceline.server.shard import optimizer_class
 from paceline.staleness import Correction, make_corrections
@@ -35,6 +38,7 @@ from paceline.strategies.strategy import World
 # These look at each element by itself, so a tensor may be cut.
 _ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "paceline.Adagrad",
 }  # fmt: skip
 _LOOK_S = 1.0
 _NOT_SENT = ("params", "param_names", "initial_lr")
@@ -60,6 +64,7 @@ class Served:
         self._owned: set[int] = set()  # ids of parameters
         self._wishes = 0
         self._fetched: list[torch.optim.Optimizer] = []  # whose state is here, for a checkpoint
+        self._kept: list[dict[str, dict[str, Any]]] = []  # by table and parameter: what corrections keep of it
 
     # ---- the contract
 
@@ -162,10 +167,15 @@ class Served:
         return {"pushes": sum(table.step for table in tables), "dropped_pushes": dropped} if tables else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"gate": self.gate.words}
+        correct = self._correct.words if self._correct else ""
+        return {"gate": self.gate.words, "correct": correct, "corrections": self._kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass  # another gate than before is the user's right
+        """Another gate than before is the user's right, and so are other corrections, which begin anew."""
+        words, before = self._correct.words if self._correct else "", state.get("correct", "")
+        self._kept = state.get("corrections", []) if words == before else []
+        if words != before and before and self._world:
+            self._world.tell(f"what {before} has learnt is left out: this run corrects by {words or 'nothing'}")
 
     def own_state(self) -> dict[str, Any]:
         unsaid = [each.table.unsaid() if each.table else {} for each in self._all()]
@@ -175,15 +185,23 @@ class Served:
         """A run was resumed, and models and optimizers are as they were saved: so shall the servers be."""
         world = self._world
         if world is None:
+            self._kept = []
             return
         for i, each in enumerate(self._all()):
             if each.table and world.group.rank == 0:
                 each.table.store()
-                each.table.store_state([dict(each.optimizer.state.get(p, {})) for p in each.parameters])
+                kept = self._kept[i] if i < len(self._kept) else {}
+                each.table.store_state(
+                    [
+                        each.optimizer.state.get(p, {}) | kept.get(name, {})
+                        for p, name in zip(each.parameters, each.table.names)
+                    ]
+                )
             each.optimizer.state.clear()
             for state in states:
                 if each.table and len(state.get("unsaid", ())) > i:
                     each.table.add_unsaid(state["unsaid"][i])
+        self._kept = []
         world.group.barrier()
         for each in self._all():
             each.pull()
@@ -216,14 +234,12 @@ class Served:
             self._front = next(Front(front) for front in fronts if front)
             workers = [host[0] for host in hosts if host]
         servers = list(world.servers) or workers
-        if len(servers) > 1 and isinstance(self.gate, Together) and self.gate.backups:
-            raise ConfigError(f"{self.gate.words}: backups need one server, to close each round: use --servers 1")
         if wires.rank not in workers:
             return
         own = {}
         if not world.servers:
             mine, own[wires.rank] = pair(group.rank)
-            self._service = Service(limit_s=world.limit_s)
+            self._service = Service(limit_s=world.limit_s, agreement=agree(wires, servers))
             for rank in workers:
                 self._service.attach(mine if rank == wires.rank else connect(wires, rank, wires.rank))
         connections = [own.get(rank) or connect(wires, rank, rank) for rank in servers]
@@ -275,16 +291,23 @@ class Served:
         return [each for held in self._tables.values() for each in held]
 
     def _fetch_state(self) -> None:
+        self._forget_state()
         for each in self._all():
-            for p, state in zip(each.parameters, each.table.state() if each.table else ()):
-                if state:
-                    each.optimizer.state[p] = state
+            states = each.table.state() if each.table else []
+            for p, state in zip(each.parameters, states):
+                if own := {key: value for key, value in state.items() if not key.startswith(MARK)}:
+                    each.optimizer.state[p] = own
             self._fetched.append(each.optimizer)
+            names = each.table.names if each.table else []
+            self._kept.append(
+                {n: {k: v for k, v in state.items() if k.startswith(MARK)} for n, state in zip(names, states)}
+            )
 
     def _forget_state(self) -> None:
         for optimizer in self._fetched:
             optimizer.state.clear()
         self._fetched.clear()
+        self._kept = []
 
 
 class _Held:
@@ -359,14 +382,16 @@ class Async(Served):
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch.optim that this optimizer is, by its name: servers look up nothing else."""
+    """The class of torch.optim or paceline.optim that this is, by its name: servers look up nothing else."""
     kind: type = type(optimizer)
     if hasattr(optimizer, "_paceline"):  # the run's own subclass of it
         kind = kind.__mro__[1]
+    if own := [name for name, each in OPTIMIZERS.items() if each is kind]:
+        return own[0]
     if getattr(torch.optim, kind.__name__, None) is not kind:
         raise ConfigError(
-            f"servers apply the optimizers of torch.optim, and {kind.__name__} is another one: use one of "
-            "those, or --strategy allreduce, which takes any"
+            f"servers apply the optimizers of torch.optim and paceline.optim, and {kind.__name__} is another one: use "
+            "one of those, or --strategy allreduce, which takes any"
         )
     name: str = kind.__name__
     optimizer_class(name)

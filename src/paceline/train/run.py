@@ -333,6 +333,7 @@ class Run:
         self._meter.start()
 
     def _leave_epoch(self, epoch: int) -> None:
+        self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
         if not self._saver.enabled:
             self._strategy.together()
         for name, value in metrics.weighted_means(self.group, self._meter.end_epoch()).items():
