@@ -66,6 +66,7 @@ class Table:
         self.step = 0  # this worker's clock
         self.dropped: list[str] = []  # why pushes were not applied
         self.wishes = 0  # that anybody has uttered
+        self.versions: tuple[int, ...] = ()  # of the weights that are installed, by server
         self._client = client
         self._slots = [Slot(p) for _, p in tensors]
         self._tensors = tuple(t for t, _ in tensors)
@@ -94,6 +95,7 @@ class Table:
         ]
         self._each(lambda part: part.open(opens[part.port.server]))
         self.step = max((part.clock for part in self._parts), default=0)
+        self.versions = tuple(part.version for part in self._parts)
 
     @property
     def slots(self) -> list[Slot]:
@@ -117,8 +119,14 @@ class Table:
         *,
         weight: float = 1.0,
         wish: bool = False,
+        read: Sequence[int] | None = None,
+        thread: int = 0,
     ) -> None:
-        """Send gradients; return when the weights for the next step are installed, or the gate's wait has failed."""
+        """Send gradients; return when the weights for the next step are installed, or the gate's wait has failed.
+
+        Where several threads compute and push in turn, `read` is what `versions` was when this one began.
+        """
+        read = self.versions if read is None else read
         flat = [None if g is None else flat_of(g.to_dense() if g.is_sparse else g) for g in gradients]
         self._check_finite(flat)
         self.step += 1
@@ -128,10 +136,11 @@ class Table:
                 table=self.number,
                 view=self._placement.view,
                 step=self.step,
-                read=part.version,
+                read=read[part.port.server],
                 weight=weight,
                 groups=groups,
                 wish=wish,
+                thread=thread,
             )
             return part.push(head, flat)
 
@@ -217,6 +226,7 @@ class Table:
     def _install(self) -> None:
         for slot in self._slots:
             slot.install()
+        self.versions = tuple(part.version for part in self._parts)  # not before all of them are there
 
     def _check_finite(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Before anything is sent, so that nothing is applied."""

@@ -75,6 +75,7 @@ class Push(msgspec.Struct, frozen=True, tag="push", kw_only=True):
     weight: float  # of the batch: the share of real samples in it
     groups: list[Options]
     wish: bool = False  # see World.wish
+    thread: int = 0  # of the worker: to corrections, each is a worker
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):

@@ -241,6 +241,7 @@ class Session:
         self._say(message, None if shared else weights)
 
     def send_all_weights(self, table: Table) -> None:
+        table.shard.pulls(self.rank)
         for index in range(len(table.chunks)):
             self.send_weights(table, index)
 

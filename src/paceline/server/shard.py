@@ -28,6 +28,8 @@ from paceline.staleness import Push as Arrival
 from paceline.staleness import make_corrections
 
 _ALIGN = 64
+_MOST_THREADS = 1024  # of a worker
+_MOST_WORKERS = 1 << 20
 
 
 class Under:
@@ -75,6 +77,8 @@ class Shard:
         self._whole = whole
         self._under: dict[int, Under] = {}
         self._resting: set[int] = set()
+        self._threads: dict[int, int] = {}  # by rank: how many of its threads have pushed
+        self._asks: dict[int, int] = {}  # by rank: the thread whose push is answered; none: all of them read
         self._seen: dict[int, int] = {}  # versions that workers will name in their next push
         self._waits: dict[int, set[int]] = {}  # by rank: chunks that are due to it
         self._summed: set[int] = set()  # chunks of the round under way, in sync without backups
@@ -103,8 +107,11 @@ class Shard:
         self._waits.pop(rank, None)
         self._seen.pop(rank, None)
         self._resting.discard(rank)
+        self._asks.pop(rank, None)
         if self.correction:
-            self.correction.forget(rank)
+            for worker in self._workers(rank):
+                self.correction.forget(worker)
+        self._threads.pop(rank, None)
         if self.clocks:
             self._go_on()
 
@@ -149,8 +156,12 @@ class Shard:
             raise ConfigError(
                 f"member {rank} has {len(push.groups)} parameter groups, the table {len(self.rule.groups)}"
             )
+        if not 0 <= push.thread < _MOST_THREADS:
+            raise ConfigError(f"member {rank} pushes from thread {push.thread}: at most {_MOST_THREADS} are allowed")
         age = self.version - push.read
         self._wake(rank)
+        self._asks[rank] = push.thread
+        self._threads[rank] = max(self._threads.get(rank, 1), push.thread + 1)
         self._under[rank] = under = Under(push, age, self._why_not(rank, push, age))
         self._waits[rank] = set()
         if push.wish:
@@ -192,10 +203,21 @@ class Shard:
 
     def weights(self, rank: int, index: int) -> torch.Tensor:
         """What a worker is to get of a chunk now."""
-        weights = self._weights[index]
+        weights = sent = self._weights[index]
         if self.correction and self.correction.reads:
-            return self.correction.on_pull(str(index), weights, rank, self._rate(index))
-        return weights
+            asks = self._asks.get(rank)
+            for worker in self._workers(rank) if asks is None else [_worker(rank, asks)]:
+                sent = self.correction.on_pull(str(index), weights, worker, self._rate(index))
+        return sent
+
+    def pulls(self, rank: int) -> None:
+        """A worker is about to get all weights as they are now, and not for a push of one of its threads."""
+        self._asks.pop(rank, None)
+        if rank not in self._under:
+            self._seen[rank] = self.version
+
+    def _workers(self, rank: int) -> list[int]:
+        return [_worker(rank, thread) for thread in range(self._threads.get(rank, 1))]
 
     def named_version(self, rank: int) -> int:
         """What this worker is to name in its next push."""
@@ -238,7 +260,7 @@ class Shard:
 
     def _arrival(self, rank: int, push: Push, age: int) -> Arrival:
         lr = max((float(group.get("lr", 0.0)) for group in push.groups), default=0.0)
-        return Arrival(worker=rank, age=age, lr=lr, version=self.version)
+        return Arrival(worker=_worker(rank, push.thread), age=age, lr=lr, version=self.version)
 
     def _apply_one(self, rank: int, index: int, gradient: torch.Tensor, missing: frozenset[int], under: Under) -> None:
         if not under.push.weight:
@@ -431,6 +453,11 @@ def optimizer_class(name: str) -> type[Any]:
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
         raise ConfigError(f"{name!r} is no optimizer of torch.optim")
     return kind
+
+
+def _worker(rank: int, thread: int) -> int:
+    """What corrections know a worker's thread by."""
+    return rank + thread * _MOST_WORKERS
 
 
 def _view(memory: torch.Tensor, at: int, chunk: Chunk) -> torch.Tensor:
