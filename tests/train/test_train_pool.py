@@ -25,7 +25,7 @@ from paceline.strategies import AllReduce, Async, Bounded, Strategy, Sync, World
 from paceline.testing.together import together
 from paceline.train.meter import Meter, Scalars
 from paceline.train.pool import Pool
-from paceline.transport.group import Group
+from paceline.transport.group import Group, solo
 
 
 @pytest.fixture
@@ -76,19 +76,19 @@ def test_four_threads_train_every_sample_once_and_converge(run: Any) -> None:
     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.2), model)
     dataset = data(200)
     loader = run.loader(dataset, batch_size=4)
-    seen: list[list[int]] = [[] for _ in range(6)]
+    seen: list[list[int]] = []
     by: set[str] = set()
-    epoch = 0
 
     def counted(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen[epoch] += batch[2].tolist()
+        seen[-1] += batch[2].tolist()
         by.add(threading.current_thread().name)
         time.sleep(0.001)  # so that all threads get some
         loss = loss_of(model, batch)
         run.log(loss=loss)
         return loss
 
-    for epoch in run.epochs(6):
+    for _ in run.epochs(6):
+        seen.append([])
         run.in_threads(4, counted, model, optimizer, loader)
     assert all(sorted(numbers) == list(range(200)) for numbers in seen)
     assert len(by) == 4
@@ -179,6 +179,51 @@ def test_an_exception_stops_all_and_is_raised(run: Any, threads: int) -> None:
         else:  # whoever catches it may go on
             run.in_threads(threads, loss_of, model, optimizer, loader)
             assert run._meter.step >= 400
+
+
+def test_a_thread_that_waits_for_what_others_may_leave_is_stopped_too() -> None:
+    class Deals:
+        """One batch; then it depends on others whether there are more."""
+
+        def __init__(self) -> None:
+            self.lent = 0
+            self.waiting = threading.Event()
+
+        def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+            self.lent += 1
+            for _ in range(400 if self.lent > 1 else 0):
+                waits()
+                self.waiting.set()
+                time.sleep(0.05)
+            return 0
+
+        def done(self, course: str, numbers: Any) -> None:
+            raise AssertionError("nothing was trained")
+
+        def rest(self) -> None:
+            raise AssertionError("a batch is under way")
+
+    deals = Deals()
+
+    def fails(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert deals.waiting.wait(10)
+        raise RuntimeError("after all")
+
+    model = nn.Linear(5, 3)
+    pool = Pool(
+        2,
+        fails,
+        model,
+        Loader(data(), batch_size=8, size=2, deal=deals),
+        lambda: None,
+        strategy=AllReduce(),
+        world=World(solo(), limit_s=20.0),
+        meter=Meter(Events(0), Status(None), size=1, readings=lambda: (0.0, 0.0, 0, 0.0)),
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(RuntimeError, match="after all"):
+        pool.run()
+    assert not _pool_threads()
 
 
 def test_the_users_step_may_fail_too(run: Any) -> None:
