@@ -85,6 +85,9 @@ def test_every_sample_is_trained_once_per_epoch(strategy: str) -> None:
     (_, first, right), (_, second, _) = ends(done)
     assert first == second  # the final parameters are handed to all
     assert float(right) > 0.6
+    assert "120 pushes of" in done.stdout
+    assert "versions old on average" in done.stdout
+    assert "120 pushes of" in next(Path("runs").glob("*/report.html")).read_text()
 
 
 @pytest.mark.slow

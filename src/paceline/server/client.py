@@ -9,6 +9,7 @@ gathered.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -24,7 +25,10 @@ from paceline.server.packing import Packer, coded
 from paceline.server.part import Part, Slot
 from paceline.server.placement import Tensor, place
 from paceline.server.port import Port
+from paceline.server.pushes import Pushes
 from paceline.transport.group import flat_of
+
+_KEPT = 64
 
 
 class Client:
@@ -64,7 +68,8 @@ class Table:
     ) -> None:
         self.number = number
         self.step = 0  # this worker's clock
-        self.dropped: list[str] = []  # why pushes were not applied
+        self.dropped: deque[str] = deque(maxlen=_KEPT)  # why pushes were not applied, the last ones
+        self.pushes = Pushes()
         self.wishes = 0  # that anybody has uttered
         self.versions: tuple[int, ...] = ()  # of the weights that are installed, by server
         self._client = client
@@ -145,6 +150,8 @@ class Table:
             return part.push(head, flat)
 
         self._each(work)
+        reason = next((part.reason for part in self._parts if part.dropped), "")
+        self.pushes.add(age=max((part.age for part in self._parts), default=0), reason=reason)
         for part in self._parts:
             part.settle()
         self._install()
@@ -185,6 +192,11 @@ class Table:
                 own = whole.setdefault(tensor.name, torch.zeros(rows, tensor.numel))
                 own[:, start:stop] = residual.view(rows, -1)
         return whole
+
+    @property
+    def packers(self) -> list[Packer]:
+        """What has encoded pushes to servers on other hosts."""
+        return [part.packer for part in self._parts if part.packer and part.packer.bytes_before]
 
     def add_unsaid(self, unsaid: dict[str, torch.Tensor]) -> None:
         """Take over what a codec of the same kind had left unsaid."""

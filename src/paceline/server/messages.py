@@ -126,6 +126,7 @@ class Weights(msgspec.Struct, frozen=True, tag="weights", kw_only=True):
     version: int  # that the worker is to name when it pushes what it computes with these
     wishes: int  # how often anybody has wished for a pause
     place: int = 0  # in the server's shared memory
+    age: int = 0  # of the push that is answered
 
 
 class State(msgspec.Struct, frozen=True, tag="state", kw_only=True):

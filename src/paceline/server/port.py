@@ -102,7 +102,7 @@ class Port:
         elif isinstance(message, m.State):
             part.state_arrived(message)
         else:
-            part.dropped = True
+            part.dropped, part.reason = True, message.reason
             part._table.dropped.append(f"step {message.step} at server {self.server}: {message.reason}")
 
     def _fail(self, error: BaseException) -> None:

@@ -237,6 +237,7 @@ class Session:
             nbytes=0 if shared else weights.nbytes,
             version=table.shard.named_version(self.rank),
             wishes=table.shard.wishes,
+            age=table.shard.age(self.rank),
         )
         self._say(message, None if shared else weights)
 

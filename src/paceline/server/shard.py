@@ -79,6 +79,7 @@ class Shard:
         self._resting: set[int] = set()
         self._threads: dict[int, int] = {}  # by rank: how many of its threads have pushed
         self._asks: dict[int, int] = {}  # by rank: the thread whose push is answered; none: all of them read
+        self._ages: dict[int, int] = {}  # by rank, of its last push
         self._seen: dict[int, int] = {}  # versions that workers will name in their next push
         self._waits: dict[int, set[int]] = {}  # by rank: chunks that are due to it
         self._summed: set[int] = set()  # chunks of the round under way, in sync without backups
@@ -108,6 +109,7 @@ class Shard:
         self._seen.pop(rank, None)
         self._resting.discard(rank)
         self._asks.pop(rank, None)
+        self._ages.pop(rank, None)
         if self.correction:
             for worker in self._workers(rank):
                 self.correction.forget(worker)
@@ -160,7 +162,7 @@ class Shard:
             raise ConfigError(f"member {rank} pushes from thread {push.thread}: at most {_MOST_THREADS} are allowed")
         age = self.version - push.read
         self._wake(rank)
-        self._asks[rank] = push.thread
+        self._asks[rank], self._ages[rank] = push.thread, age
         self._threads[rank] = max(self._threads.get(rank, 1), push.thread + 1)
         self._under[rank] = under = Under(push, age, self._why_not(rank, push, age))
         self._waits[rank] = set()
@@ -222,6 +224,10 @@ class Shard:
     def named_version(self, rank: int) -> int:
         """What this worker is to name in its next push."""
         return self._seen[rank]
+
+    def age(self, rank: int) -> int:
+        """How old this worker's last push was when it came."""
+        return self._ages.get(rank, 0)
 
     @property
     def sync(self) -> bool:

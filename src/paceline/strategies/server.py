@@ -25,6 +25,7 @@ from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
 from paceline.server.messages import Options, Rule
 from paceline.server.placement import Tensor
+from paceline.server.pushes import readings_of
 from paceline.server.service import Service
 from paceline.server.shard import optimizer_class
 from paceline.staleness import Correction, make_corrections
@@ -166,8 +167,7 @@ class Served:
 
     def readings(self) -> dict[str, Any]:
         tables = [each.table for each in self._all() if each.table]
-        dropped = sum(len(table.dropped) for table in tables)
-        return {"pushes": sum(table.step for table in tables), "dropped_pushes": dropped} if tables else {}
+        return readings_of(tables, self.codec, self._client.sent_bytes if self._client else 0) if tables else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"gate": self.gate.words}
