@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ def test_every_batch_is_done_once_by_someone_who_stays(data: st.DataObject, tota
     here = set(range(members))
     held: dict[int, list[int]] = {rank: [] for rank in here}
     done: Counter[int] = Counter()
-    told = Counter[int]()
     while not leases.over:
         rank = data.draw(st.sampled_from(sorted(here)))
         what = data.draw(st.sampled_from(["take", "take", "done", "lost"]))
@@ -36,9 +35,9 @@ def test_every_batch_is_done_once_by_someone_who_stays(data: st.DataObject, tota
         elif what == "take" and (number := leases.take(rank)) is not None:
             held[rank].append(number)
         elif held[rank]:
-            done[held[rank].pop(0)] += 1
-            told[rank] += 1
-            leases.done(rank, told[rank])
+            number = held[rank].pop(data.draw(st.integers(0, len(held[rank]) - 1)))
+            done[number] += 1
+            leases.done(rank, [number])
     assert done == Counter(range(total))
     assert leases.take(min(here)) is None
 
@@ -96,15 +95,16 @@ def test_what_a_lost_member_had_is_dealt_again() -> None:
     def body(dealer: Dealer, rank: int) -> list[int]:
         if rank == 1:
             mine = [dealer.take("x", 6, wait=True, waits=lambda: None) for _ in range(3)]
-            dealer.done("x", 1)
+            assert mine[2] is not None
+            dealer.done("x", [mine[2]])
             first.set()
             dealer.close()  # two that it has not done
-            return [mine[0]] if mine[0] is not None else []
+            return [mine[2]]
         first.wait(10)
         done = []
         while (number := dealer.take("x", 6, wait=True, waits=lambda: None)) is not None:
             done.append(number)
-            dealer.done("x", len(done))
+            dealer.done("x", [number])
         return done
 
     mine, lost = dealt(2, body)
@@ -118,7 +118,7 @@ def test_a_partition_of_the_users_own_is_not_dealt() -> None:
         def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
             raise AssertionError
 
-        def done(self, course: str, count: int) -> None:
+        def done(self, course: str, numbers: Sequence[int]) -> None:
             raise AssertionError
 
         def rest(self) -> None:
@@ -141,7 +141,7 @@ def test_a_member_rests_when_it_has_nothing_to_train_and_not_before(background: 
                 go_on.wait(10)
             return number
 
-        def done(self, course: str, count: int) -> None:
+        def done(self, course: str, numbers: Sequence[int]) -> None:
             pass
 
         def rest(self) -> None:

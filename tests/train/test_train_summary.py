@@ -120,6 +120,7 @@ def test_advice_on_short_steps(members: list[dict[str, Any]], said: str) -> None
         {"members": []},
         {"members": None, "outcome": None},
         {"members": [{"rank": 0}, {"rank": 1}]},
+        {"members": [{"rank": 0, "pushes": "many", "drop_reasons": 3}]},
         {"members": [{"rank": 0, "samples": "nan", "data_s": None, "compute_s": "inf", "seconds": -1}]},
     ],
 )
@@ -127,6 +128,35 @@ def test_what_is_missing_counts_as_nothing(event: dict[str, Any]) -> None:
     s = summarise(event)
     assert (s.samples, s.samples_per_s, s.wait_share, s.advice) == (0, 0, 0, "")
     assert text(s).startswith("ended  0 steps")
+
+
+def test_pushes_of_all_workers_are_told_together() -> None:
+    old, closed = "it is n versions old", "its round was closed without it"
+    a = {"pushes": 600, "pushed_bytes": 600_000, "dropped_pushes": 3, "drop_reasons": {old: 2, closed: 1}}
+    b = {"pushes": 400, "pushed_bytes": 1_400_000, "dropped_pushes": 4, "drop_reasons": {old: 4}}
+    s = summarise(end(member(0, 0, 9, 1, **a, ages=1500, oldest=9), member(1, 0, 9, 1, **b, ages=500, oldest=11)))
+    assert s.pushed is not None
+    assert (s.pushed.pushes, s.pushed.dropped, s.pushed.mean_age, s.pushed.oldest) == (1000, 7, 2.0, 11)
+    assert s.pushed.reasons == {old: 6, closed: 1}
+    assert s.pushed.line in text(s)
+    assert s.pushed.line == (
+        "1,000 pushes of 2.0 kB, 2 versions old on average and 11 at most; 7 dropped (it is n versions old: 6; its "
+        "round was closed without it: 1)"
+    )
+
+
+def test_pushes_of_sync_have_no_age_worth_telling() -> None:
+    s = summarise(end(member(0, 0, 9, 1, pushes=50, pushed_bytes=50, ages=0, oldest=0)))
+    assert s.pushed is not None
+    assert s.pushed.line == "50 pushes of 1 B"
+    assert summarise(end(member(0, 0, 9, 1))).pushed is None
+
+
+def test_codes_on_pushes_have_no_times_but_their_encodings() -> None:
+    coded = {"codec": "sign", "bytes_before": 3200, "bytes_after": 100, "encode_s": 0.5, "residual_norm": 2.0}
+    s = summarise(end(member(0, 0, 9, 1, **coded)))
+    assert s.coded is not None
+    assert "encode 0.5 s; unsaid 2" in s.coded.line
 
 
 def test_the_table_as_text() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ Sink = Callable[[Event], None]
 
 
 class Events:
-    """Hands each event to every sink.
+    """Hands each event to every sink, one after the other, whichever thread it comes from.
 
     >>> seen = []
     >>> events = Events(rank=0, sinks=[seen.append])
@@ -30,11 +31,13 @@ class Events:
     def __init__(self, rank: int, sinks: list[Sink] | None = None) -> None:
         self.rank = rank
         self.sinks: list[Sink] = list(sinks or [])
+        self._lock = threading.RLock()
 
     def emit(self, kind: str, **fields: Any) -> Event:
         event = {"kind": kind, "time": time.time(), "rank": self.rank, **fields}
-        for sink in self.sinks:
-            sink(event)
+        with self._lock:
+            for sink in self.sinks:
+                sink(event)
         return event
 
 

@@ -8,12 +8,12 @@ training. With worker processes, they fetch from the start. Whatever the way, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.device import Ahead, Here
-from paceline.data.mapped import MapReader
+from paceline.data.mapped import MapFeed, MapReader
 from paceline.data.prefetch import Background, Workers, map_workers, stream_worker
 from paceline.data.source import Feed
 
@@ -72,6 +72,15 @@ class Batches:
         self._drawn = True
         loader.handed_out(self.feed, real)
         return batch
+
+    def hold(self) -> Callable[[], None]:
+        """For a loop of several threads: the batch handed out last is done when the returned function is called."""
+        return self.feed.hold() if isinstance(self.feed, MapFeed) else lambda: None
+
+    def stop(self) -> None:
+        """The loop has failed in one thread: another one that waits for a batch need not wait any longer."""
+        if isinstance(self.feed, MapFeed):
+            self.feed.stop()
 
     def close(self) -> None:
         """Stop fetching; idempotent."""

@@ -8,6 +8,7 @@ was lost between its push and its word about it, twice.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 
 class Leases:
@@ -25,8 +26,7 @@ class Leases:
         self.total = total
         self._next = 0
         self._returned: deque[int] = deque()
-        self._lent: dict[int, deque[int]] = {}  # by rank, in the order in which they were lent
-        self._done: dict[int, int] = {}  # by rank: how many it has said to be done
+        self._lent: dict[int, dict[int, None]] = {}  # by rank, in the order in which they were lent
 
     @property
     def over(self) -> bool:
@@ -42,17 +42,15 @@ class Leases:
             self._next += 1
         else:
             return None
-        self._lent.setdefault(rank, deque()).append(number)
+        self._lent.setdefault(rank, {})[number] = None
         return number
 
-    def done(self, rank: int, count: int) -> None:
-        """A member has done so many of the batches that it was lent, counted from its first."""
-        lent = self._lent.get(rank)
-        while lent and self._done.get(rank, 0) < count:
-            lent.popleft()
-            self._done[rank] = self._done.get(rank, 0) + 1
+    def done(self, rank: int, numbers: Iterable[int]) -> None:
+        """A member has done these of the batches that it was lent."""
+        lent = self._lent.get(rank, {})
+        for number in numbers:
+            lent.pop(number, None)
 
     def lost(self, rank: int) -> None:
         """A member is gone: what it had not done can be lent again."""
         self._returned.extend(self._lent.pop(rank, ()))
-        self._done.pop(rank, None)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,14 @@ class MapFeed:
         """The user asks for the next batch."""
         if isinstance(self.course, DealtCourse):
             self.course.asked()
+
+    def hold(self) -> Callable[[], None]:
+        """See `DealtCourse.hold`."""
+        return self.course.hold() if isinstance(self.course, DealtCourse) else lambda: None
+
+    def stop(self) -> None:
+        if isinstance(self.course, DealtCourse):
+            self.course.stop()
 
     def state(self) -> dict[str, Any]:
         return {"consumed": self.course.consumed(self.course.done), "history": self.course.history()}

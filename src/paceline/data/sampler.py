@@ -11,14 +11,16 @@ saved on two members goes on with four or one, and no sample is lost or visited 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, Interrupted
 from paceline.data.partition import Partition
 from paceline.data.randomness import mix, permutation
 
@@ -29,10 +31,10 @@ class Deal(Protocol):
     """Who deals out batches; see `paceline.data.leases`."""
 
     def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
-        """The next batch's number; `waits` is called where it depends on others whether there is one."""
+        """The next batch's number; `waits` is called now and then while it depends on others whether there is one."""
 
-    def done(self, course: str, count: int) -> None:
-        """So many of the batches that this member was lent are trained."""
+    def done(self, course: str, numbers: Sequence[int]) -> None:
+        """These of the batches that this member was lent are trained."""
 
     def rest(self) -> None:
         """This member has nothing to do until it is dealt a batch."""
@@ -159,8 +161,11 @@ class DealtCourse(Course):
         self._deal = deal
         self._name = f"{seed}/{epoch}"
         self._numbers: list[int] = []  # that this member was lent
-        self._told = 0  # of them, how many are known to be done
+        self._settled = 0  # of those handed out, so many are told to be done, or held until they are
+        self._told = 0  # how many are known to be done
+        self._telling = threading.Lock()
         self._waiting = False  # for a batch that others may leave
+        self._stopped = False
 
     def turns(self, pad: bool = True, *, wait: bool = True) -> Iterator[Turn]:
         """The batches that this member is lent. `wait`: at the end, for those that others may lose."""
@@ -173,8 +178,11 @@ class DealtCourse(Course):
             yield self.turn(number)
 
     def _wait(self) -> None:
-        self._waiting = True
-        self._rest_if_idle()
+        if self._stopped:
+            raise Interrupted("this member's loop has failed, and waits for no more batches")
+        if not self._waiting:
+            self._waiting = True
+            self._rest_if_idle()
 
     def _rest_if_idle(self) -> None:
         """Called by whoever fetches and by whoever trains: the later of both finds that there is nothing to train."""
@@ -182,10 +190,24 @@ class DealtCourse(Course):
             self._deal.rest()
 
     def asked(self) -> None:
-        """The user asks for a batch: those that were handed out are done."""
-        if self.done > self._told:
-            self._told = self.done
-            self._deal.done(self._name, self.done)
+        """The user asks for a batch: those that were handed out are done, but for those that are held."""
+        places, self._settled = range(self._settled, self.done), self.done
+        self._tell(places)
+
+    def hold(self) -> Callable[[], None]:
+        """The batch handed out last is done when the returned function is called, whoever asks for the next."""
+        self._settled = self.done
+        return functools.partial(self._tell, [self.done - 1])
+
+    def stop(self) -> None:
+        """Whoever waits for a batch, in another thread, need not wait any longer."""
+        self._stopped = True
+
+    def _tell(self, places: Sequence[int]) -> None:
+        if places:
+            self._deal.done(self._name, [self._numbers[place] for place in places])
+            with self._telling:
+                self._told += len(places)
         if self._waiting:
             self._rest_if_idle()
 

@@ -25,7 +25,10 @@ from paceline.server.packing import Packer, coded
 from paceline.server.part import Part, Slot
 from paceline.server.placement import Tensor, place
 from paceline.server.port import Port
+from paceline.server.pushes import Pushes
 from paceline.transport.group import flat_of
+
+_KEPT = 64  # reasons
 
 
 class Client:
@@ -66,8 +69,10 @@ class Table:
     ) -> None:
         self.number = number
         self.step = 0  # this worker's clock
-        self.dropped: dict[int, str] = {}  # by step: why a push was not applied
+        self.dropped: dict[int, str] = {}  # by step: why a push was not applied; of the last ones
+        self.pushes = Pushes()
         self.wishes = 0  # that anybody has uttered
+        self.versions: tuple[int, ...] = ()  # of the weights that are installed, by server
         self._client = client
         self._slots = [Slot(p) for _, p in tensors]
         self._tensors = tuple(t for t, _ in tensors)
@@ -96,6 +101,13 @@ class Table:
         ]
         self._each(lambda part: part.open(opens[part.port.server]))
         self.step = max((part.clock for part in self._parts), default=0)
+        self.versions = tuple(part.version for part in self._parts)
+
+    def note_dropped(self, step: int, reason: str) -> None:
+        """A server says that a push was not applied; the first reason counts."""
+        self.dropped.setdefault(step, reason)
+        while len(self.dropped) > _KEPT:
+            del self.dropped[next(iter(self.dropped))]
 
     @property
     def names(self) -> list[str]:
@@ -124,8 +136,14 @@ class Table:
         *,
         weight: float = 1.0,
         wish: bool = False,
+        read: Sequence[int] | None = None,
+        thread: int = 0,
     ) -> None:
-        """Send gradients; return when the weights for the next step are installed, or the gate's wait has failed."""
+        """Send gradients; return when the weights for the next step are installed, or the gate's wait has failed.
+
+        Where several threads compute and push in turn, `read` is what `versions` was when this one began.
+        """
+        read = self.versions if read is None else read
         flat = [None if g is None else flat_of(g.to_dense() if g.is_sparse else g) for g in gradients]
         self._check_finite(flat)
         self.step += 1
@@ -137,16 +155,19 @@ class Table:
                 table=self.number,
                 view=self._placement.view,
                 step=self.step,
-                read=part.version,
+                read=read[part.port.server],
                 weight=weight,
                 groups=groups,
                 wish=wish,
                 round=oldest,
                 life=self._client.life,
+                thread=thread,
             )
             return part.push(head, flat)
 
         self._each(work)
+        reason = next((part.reason for part in self._parts if part.dropped), "")
+        self.pushes.add(age=max((part.age for part in self._parts), default=0), reason=reason)
         for part in self._parts:
             part.settle()
         self._install()
@@ -188,6 +209,11 @@ class Table:
                 own[:, start:stop] = residual.view(rows, -1)
         return whole
 
+    @property
+    def packers(self) -> list[Packer]:
+        """What has encoded pushes to servers on other hosts."""
+        return [part.packer for part in self._parts if part.packer and part.packer.bytes_before]
+
     def add_unsaid(self, unsaid: dict[str, torch.Tensor]) -> None:
         """Take over what a codec of the same kind had left unsaid."""
         for chunk in self._placement.chunks:
@@ -228,6 +254,7 @@ class Table:
     def _install(self) -> None:
         for slot in self._slots:
             slot.install()
+        self.versions = tuple(part.version for part in self._parts)  # not before all of them are there
 
     def _check_finite(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Before anything is sent, so that nothing is applied."""

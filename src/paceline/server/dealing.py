@@ -32,10 +32,10 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """So many of the batches that I was lent are done."""
+    """These of the batches that I was lent are done."""
 
     course: str
-    count: int
+    numbers: tuple[int, ...]
 
 
 _asked = msgspec.msgpack.Decoder(Ask | Done)
@@ -68,7 +68,7 @@ class Dealing:
                 with self._changed:
                     if isinstance(message, Done):
                         if leases := self._courses.get(message.course):
-                            leases.done(rank, message.count)
+                            leases.done(rank, message.numbers)
                     else:
                         self._course(message)
                         self._waits[rank] = message
@@ -118,29 +118,42 @@ class Dealer:
         self._sending = threading.Lock()
 
     def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
-        """The number of this worker's next batch; None: there is none. `waits` is called where it has to wait."""
+        """The number of this worker's next batch; None: there is none.
+
+        `waits` is called while it has to wait, about once a second; what it raises ends the wait.
+        """
         with self._asking:
-            self._send(Ask(course, total, wait))
-            deadline = time.monotonic() + self._limit_s
-            while True:
-                try:
-                    number = _number.decode(self._channel.recv(_LOOK_S))
-                    if number != WAIT:
-                        break
-                    waits()
-                except TimedOut:  # the server answers when another worker's batch is done, or it is lost
-                    if time.monotonic() > deadline:
-                        raise TimedOut(
-                            f"the other workers did not end their batches within {self._limit_s:g} s: `paceline "
-                            "status` shows what each does; raise --wait-limit-s where steps take longer"
-                        ) from None
-                except msgspec.DecodeError as error:
-                    raise Interrupted(f"the server dealt what cannot be read: {error}") from None
+            try:
+                self._send(Ask(course, total, wait))
+                number = self._answer(waits)
+            except BaseException:
+                self.close()  # an answer may still come, and would be taken for that to another question
+                raise
         return None if number == OVER else number
 
-    def done(self, course: str, count: int) -> None:
-        """The first `count` batches that this worker was lent are trained."""
-        self._send(Done(course, count))
+    def _answer(self, waits: Callable[[], None]) -> int:
+        deadline = time.monotonic() + self._limit_s
+        waiting = False
+        while True:
+            try:
+                number: int = _number.decode(self._channel.recv(_LOOK_S))
+                if number != WAIT:
+                    return number
+                waiting = True
+            except TimedOut:  # the server answers when another worker's batch is done, or it is lost
+                if time.monotonic() > deadline:
+                    raise TimedOut(
+                        f"the other workers did not end their batches within {self._limit_s:g} s: `paceline "
+                        "status` shows what each does; raise --wait-limit-s where steps take longer"
+                    ) from None
+            except msgspec.DecodeError as error:
+                raise Interrupted(f"the server dealt what cannot be read: {error}") from None
+            if waiting:
+                waits()
+
+    def done(self, course: str, numbers: Sequence[int]) -> None:
+        """These of the batches that this worker was lent are trained."""
+        self._send(Done(course, tuple(numbers)))
 
     def close(self) -> None:
         self._channel.close()
@@ -160,8 +173,8 @@ class DealsFor:
     def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
         return self._dealer.take(f"{self._loader}/{course}", total, wait=wait, waits=waits)
 
-    def done(self, course: str, count: int) -> None:
-        self._dealer.done(f"{self._loader}/{course}", count)
+    def done(self, course: str, numbers: Sequence[int]) -> None:
+        self._dealer.done(f"{self._loader}/{course}", numbers)
 
     def rest(self) -> None:
         self._dealer.rest()

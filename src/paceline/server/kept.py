@@ -70,17 +70,18 @@ class Kept:
         """The corrections take over what has come."""
         if not self._coming:
             return
-        state, lost = self._correction.state_dict(), set()
+        state, workers = self._correction.state_dict(), set()
         for index, chunk in self._coming.items():
             for name, value in chunk.items():
                 path = [chunk_key(index) if step == "*" else step for step in name.removeprefix(MARK).split("/")]
                 _put(state, path, value if isinstance(value, torch.Tensor) else _number(value), self._shard.version)
                 if len(path) > 1 and path[-2] == _BY_WORKER and path[-1].isdecimal():
-                    lost.add(int(path[-1]))
+                    workers.add(int(path[-1]))
         self._coming.clear()
         self._correction.load_state_dict(state)
-        for rank in lost - self._shard.clocks.keys():
-            self._correction.forget(rank)
+        for worker in workers:
+            if not self._shard.knows(worker):
+                self._correction.forget(worker)
 
     def _group(self, index: int, piece: int) -> dict[str, Any]:
         """The optimizer's group that a piece is in."""

@@ -79,6 +79,7 @@ class Push(msgspec.Struct, frozen=True, tag="push", kw_only=True):
     wish: bool = False  # see World.wish
     round: int = 0  # with backups: the one that it is meant for; of several servers', the oldest
     life: int = 0  # of the worker: who takes the place of a lost one, with its rank, has another
+    thread: int = 0  # of the worker: to corrections, each is a worker
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
@@ -130,6 +131,7 @@ class Weights(msgspec.Struct, frozen=True, tag="weights", kw_only=True):
     wishes: int  # how often anybody has wished for a pause
     place: int = 0  # in the server's shared memory
     round: int = 0  # with backups: the one under way
+    age: int = 0  # of the push that is answered
 
 
 class State(msgspec.Struct, frozen=True, tag="state", kw_only=True):

@@ -6,6 +6,8 @@ gradient of the same piece; where a push was dropped, what it had said is unsaid
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from paceline.codecs import Codec, Context, PayloadError, make_codec
@@ -24,6 +26,7 @@ class Packer:
         self.codec = servable(words)
         self.residuals: dict[Key, torch.Tensor] = {}
         self.bytes_before = self.bytes_after = 0
+        self.encode_s = 0.0
         self._rank = rank
         self._said: dict[Key, torch.Tensor] = {}  # payloads of the push under way
 
@@ -31,6 +34,7 @@ class Packer:
         self, chunk: Chunk, flat: torch.Tensor, missing: tuple[int, ...], step: int
     ) -> tuple[tuple[int, ...], torch.Tensor]:
         """The bytes of a chunk's gradients, and how many of them are each piece's."""
+        began = time.perf_counter()
         parts = []
         for number, piece in enumerate(chunk.pieces):
             values = flat[piece.at : piece.at + piece.numel]
@@ -43,6 +47,7 @@ class Packer:
         payload = torch.cat(parts)
         self.bytes_before += chunk.nbytes
         self.bytes_after += payload.numel()
+        self.encode_s += time.perf_counter() - began
         return tuple(part.numel() for part in parts), payload
 
     def end(self, *, dropped: bool) -> None:

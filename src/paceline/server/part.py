@@ -50,6 +50,8 @@ class Part:
         self.port = port
         self.packer = packer
         self.dropped = False  # the push under way
+        self.reason = ""  # why it was
+        self.age = 0  # of the last push
         self.chunks = chunks
         self.version = 0
         self.clock = 0
@@ -194,6 +196,7 @@ class Part:
         first = len(self._fresh) == len(self.chunks)
         self.version = message.version if first else min(self.version, message.version)
         self.round = message.round if first else min(self.round, message.round)
+        self.age = message.age
         self._table.wishes = max(self._table.wishes, message.wishes)
         self._fresh.discard(message.chunk)
         if not self._fresh:

@@ -102,8 +102,8 @@ class Port:
         elif isinstance(message, m.State):
             part.state_arrived(message)
         else:
-            part.dropped = True
-            part._table.dropped.setdefault(message.step, f"at server {self.server}: {message.reason}")
+            part.dropped, part.reason = True, message.reason
+            part._table.note_dropped(message.step, f"at server {self.server}: {message.reason}")
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

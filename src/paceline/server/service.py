@@ -258,11 +258,12 @@ class Session:
             version=table.shard.named_version(self.rank),
             wishes=table.shard.wishes,
             round=table.shard.round,
+            age=table.shard.age(self.rank),
         )
         self._say(message, None if shared else weights)
 
     def send_all_weights(self, table: Table) -> None:
-        table.shard.pulled(self.rank)
+        table.shard.pulls(self.rank)
         for index in range(len(table.chunks)):
             self.send_weights(table, index)
 

@@ -30,6 +30,8 @@ from paceline.staleness import Push as Arrival
 from paceline.staleness import make_corrections
 
 _ALIGN = 64
+_MOST_THREADS = 1024  # of a worker
+_MOST_WORKERS = 1 << 20
 
 
 class Under:
@@ -82,9 +84,10 @@ class Shard:
         self._under: dict[int, Under] = {}
         self._gone: dict[tuple[int, int], Under] = {}  # by rank and life: whole pushes of who has left, with backups
         self._resting: set[int] = set()
-        self._fresh: set[int] = (
-            set()
-        )  # who has not pushed yet: it begins at the highest clock that a server has told it
+        self._fresh: set[int] = set()  # who has not pushed: it begins at the highest clock that a server has told it
+        self._threads: dict[int, int] = {}  # by rank: how many of its threads have pushed
+        self._asks: dict[int, int] = {}  # by rank: the thread whose push is answered; none: all of them read
+        self._ages: dict[int, int] = {}  # by rank, of its last push
         self._seen: dict[int, int] = {}  # versions that workers will name in their next push
         self._waits: dict[int, set[int]] = {}  # by rank: chunks that are due to it
         self._summed: set[int] = set()  # chunks of the round under way, in sync without backups
@@ -120,8 +123,12 @@ class Shard:
         self._waits.pop(rank, None)
         self._seen.pop(rank, None)
         self._resting.discard(rank)
+        self._asks.pop(rank, None)
+        self._ages.pop(rank, None)
         if self.correction:
-            self.correction.forget(rank)
+            for worker in self._workers(rank):
+                self.correction.forget(worker)
+        self._threads.pop(rank, None)
         if self.clocks:
             self._go_on()
         else:
@@ -174,9 +181,13 @@ class Shard:
             raise ConfigError(
                 f"member {rank} has {len(push.groups)} parameter groups, the table {len(self.rule.groups)}"
             )
+        if not 0 <= push.thread < _MOST_THREADS:
+            raise ConfigError(f"member {rank} pushes from thread {push.thread}: at most {_MOST_THREADS} are allowed")
         age = self.version - push.read
         self._fresh.discard(rank)
         self._wake(rank)
+        self._asks[rank], self._ages[rank] = push.thread, age
+        self._threads[rank] = max(self._threads.get(rank, 1), push.thread + 1)
         self._under[rank] = under = Under(push, age, self._why_not(rank, push, age))
         self._waits[rank] = set()
         if push.wish:
@@ -241,17 +252,31 @@ class Shard:
 
     def weights(self, rank: int, index: int) -> torch.Tensor:
         """What a worker is to get of a chunk now."""
-        weights = self._weights[index]
+        weights = sent = self._weights[index]
         if self._kept:
             self._kept.settle()
         if self.correction and self.correction.reads:
-            return self.correction.on_pull(chunk_key(index), weights, rank, self._rate(index))
-        return weights
+            asks = self._asks.get(rank)
+            for worker in self._workers(rank) if asks is None else [_worker(rank, asks)]:
+                sent = self.correction.on_pull(chunk_key(index), weights, worker, self._rate(index))
+        return sent
 
-    def pulled(self, rank: int) -> None:
-        """A worker gets all weights as they are: its next gradients are of these."""
+    def pulls(self, rank: int) -> None:
+        """A worker is about to get all weights as they are now, and not for a push of one of its threads."""
+        self._asks.pop(rank, None)
         if rank not in self._under:
             self._seen[rank] = self.version
+
+    def _workers(self, rank: int) -> list[int]:
+        return [_worker(rank, thread) for thread in range(self._threads.get(rank, 1))]
+
+    def knows(self, worker: int) -> bool:
+        """Whether this is a thread of a worker that is here, by the number that corrections know it by."""
+        thread, rank = divmod(worker, _MOST_WORKERS)
+        if rank not in self.clocks:
+            return False
+        self._threads[rank] = max(self._threads.get(rank, 1), thread + 1)
+        return True
 
     def flat(self, index: int) -> torch.Tensor:
         """The weights of a chunk, where they lie."""
@@ -260,6 +285,10 @@ class Shard:
     def named_version(self, rank: int) -> int:
         """What this worker is to name in its next push."""
         return self._seen[rank]
+
+    def age(self, rank: int) -> int:
+        """How old this worker's last push was when it came."""
+        return self._ages.get(rank, 0)
 
     @property
     def sync(self) -> bool:
@@ -304,7 +333,7 @@ class Shard:
 
     def _arrival(self, rank: int, push: Push, age: int) -> Arrival:
         lr = max((float(group.get("lr", 0.0)) for group in push.groups), default=0.0)
-        return Arrival(worker=rank, age=age, lr=lr, version=self.version)
+        return Arrival(worker=_worker(rank, push.thread), age=age, lr=lr, version=self.version)
 
     def _apply_one(self, rank: int, index: int, gradient: torch.Tensor, missing: frozenset[int], under: Under) -> None:
         if not under.push.weight:
@@ -501,6 +530,11 @@ def optimizer_class(name: str) -> type[Any]:
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
         raise ConfigError(f"{name!r} is no optimizer of torch.optim or paceline.optim")
     return kind
+
+
+def _worker(rank: int, thread: int) -> int:
+    """What corrections know a worker's thread by."""
+    return rank + thread * _MOST_WORKERS
 
 
 def _view(memory: torch.Tensor, at: int, chunk: Chunk) -> torch.Tensor:

@@ -25,7 +25,7 @@ from paceline.core.errors import CheckpointError
 class Push:
     """What a correction may know of a push."""
 
-    worker: int  # its rank
+    worker: int  # its rank, or where it has threads, a number for each
     age: int  # versions of the shard between what the worker read and now
     lr: float  # the learning rate that came with it
     version: int  # of the shard, as the push is applied

@@ -101,6 +101,14 @@ class AllReduce:
                         )
         return True
 
+    def reading(self) -> dict[int, list[int]]:
+        if self._engines:
+            raise ConfigError(
+                "all-reduce sums the members' gradients pass by pass, so their threads would have to take turns: use "
+                "--strategy async or bounded, or several members in place of threads"
+            )
+        return {}
+
     def rest(self) -> None:
         pass  # it is always dealt as much as the others
 

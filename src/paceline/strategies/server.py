@@ -27,13 +27,14 @@ from paceline.server.gates import Apart, Gate, Together, Within, make_gate
 from paceline.server.kept import MARK
 from paceline.server.messages import Options, Rule
 from paceline.server.placement import Tensor
+from paceline.server.pushes import readings_of
 from paceline.server.rounds import agree
 from paceline.server.service import Service
 from paceline.server.shard import optimizer_class
 from paceline.staleness import Correction, make_corrections
 from paceline.strategies.front import Front
 from paceline.strategies.replicas import make_equal, names_of
-from paceline.strategies.strategy import World
+from paceline.strategies.strategy import Pass, World
 
 # These look at each element by itself, so a tensor may be cut.
 _ELEMENTWISE = {
@@ -100,13 +101,13 @@ class Served:
                     "into param_groups by hand. Use optimizer.add_param_group"
                 )
         self._forget_state()
-        weight, doubt = world.tally.take()
+        weight, doubt = (world.passing.weight, "") if world.passing else world.tally.take()
         if doubt:
             world.tell(doubt)
         options = [options_of(group) for group in optimizer.param_groups]
         began = time.monotonic()
         for each in held:
-            each.push(options[: each.groups], weight, self.sync and world.wish)
+            each.push(options[: each.groups], weight, self.sync and world.wish, world.passing)
         world.waited_s += time.monotonic() - began
         world.sent_bytes = self._client.sent_bytes if self._client else 0
         seen = max(each.wishes for each in held)
@@ -116,6 +117,14 @@ class Served:
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         pass
+
+    def reading(self) -> dict[int, Sequence[int]]:
+        if self._world is not None and self.sync:
+            raise ConfigError(
+                "sync closes a round with one push of each worker, so a worker's threads would have to take turns: use "
+                "--strategy async or bounded, or several workers in place of threads"
+            )
+        return {each.table.number: each.table.versions for each in self._all() if each.table}
 
     def together(self, *, keep: bool = False) -> None:
         """All members are between two steps: everyone gets the servers' weights and the first member's buffers."""
@@ -163,8 +172,7 @@ class Served:
 
     def readings(self) -> dict[str, Any]:
         tables = [each.table for each in self._all() if each.table]
-        dropped = sum(len(table.dropped) for table in tables)
-        return {"pushes": sum(table.step for table in tables), "dropped_pushes": dropped} if tables else {}
+        return readings_of(tables, self.codec, self._client.sent_bytes if self._client else 0) if tables else {}
 
     def state_dict(self) -> dict[str, Any]:
         correct = self._correct.words if self._correct else ""
@@ -328,12 +336,13 @@ class _Held:
         self.wishes = 0
         self._front = front
 
-    def push(self, options: list[Options], weight: float, wish: bool) -> None:
+    def push(self, options: list[Options], weight: float, wish: bool, passing: Pass | None) -> None:
         gradients: list[torch.Tensor | None] = [p.grad for p in self.parameters]
         if self._front:
             gradients, weight, wish = self._front.sum(self.parameters, gradients, weight, wish)
         if self.table:
-            self.table.push(gradients, options, weight=weight, wish=wish)
+            read, thread = (passing.read[self.table.number], passing.thread) if passing else (None, 0)
+            self.table.push(gradients, options, weight=weight, wish=wish, read=read, thread=thread)
             self.wishes = self.table.wishes
         if self._front:
             self._front.share(self.parameters)

@@ -6,8 +6,8 @@ Two moments matter. `loss.backward()` returns: a strategy that exchanges gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -60,6 +60,14 @@ _PASSED_OVER = (
 )
 
 
+class Pass(NamedTuple):
+    """One of several passes that are under way at once, in threads; see `paceline.train.pool`."""
+
+    thread: int
+    weight: float  # of its batch
+    read: Mapping[int, Sequence[int]]  # what `Strategy.reading` said when it began
+
+
 class World:
     """What a strategy may know of the run it serves."""
 
@@ -90,6 +98,7 @@ class World:
         self.waited_s = 0.0  # in the strategy, besides what the group counts
         self.wish = False  # this member would like a pause between two steps, for a checkpoint
         self.granted = False  # some member wished, and all know it
+        self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
 
 
 class Strategy(Protocol):
@@ -107,6 +116,13 @@ class Strategy(Protocol):
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """The user calls `optimizer.step()`: whether the optimizer's own step is to run."""
+
+    def reading(self) -> Mapping[int, Sequence[int]]:
+        """The versions that a pass which begins now will have read, by table and server.
+
+        Raises:
+            ConfigError: passes cannot overlap here, and why.
+        """
 
     def rest(self) -> None:
         """This member waits for work that others may leave to it."""

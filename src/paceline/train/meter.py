@@ -6,6 +6,7 @@ for when an event is due and told with the next one, when it has long arrived.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,10 @@ _PERIOD_S = 0.1
 
 
 class Scalars:
-    """Running means of logged values; tensors stay where they are until `take`."""
+    """Running means of logged values, by any thread; tensors stay where they are until `take`."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._sums: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
         self._asked: dict[str, tuple[Any, int]] = {}  # on their way from a device since the last `take`
@@ -30,26 +32,28 @@ class Scalars:
     def add(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             value = value.detach() if isinstance(value, torch.Tensor) else float(value)
-            if name in self._sums:
-                self._sums[name] = self._sums[name] + value
-                self._counts[name] += 1
-            else:
-                self._sums[name] = value
-                self._counts[name] = 1
+            with self._lock:
+                if name in self._sums:
+                    self._sums[name] = self._sums[name] + value
+                    self._counts[name] += 1
+                else:
+                    self._sums[name] = value
+                    self._counts[name] = 1
 
     def take(self, *, wait: bool = False) -> dict[str, tuple[float, int]]:
         """Sum and count by name, and start anew; sums on a device are given the next time, or now with `wait`."""
         taken = {name: (float(total), count) for name, (total, count) in self._asked.items()}
         self._asked.clear()
-        for name, total in self._sums.items():
-            count = self._counts[name]
+        with self._lock:
+            sums, counts = self._sums, self._counts
+            self._sums, self._counts = {}, {}
+        for name, total in sums.items():
+            count = counts[name]
             if isinstance(total, torch.Tensor) and total.device.type != "cpu" and not wait:
                 self._asked[name] = (total.to("cpu", non_blocking=True), count)
                 continue
             old = taken.get(name, (0.0, 0))
             taken[name] = (old[0] + float(total), old[1] + count)
-        self._sums.clear()
-        self._counts.clear()
         return taken
 
 
@@ -66,6 +70,7 @@ class Meter:
     ) -> None:
         self.step = 0
         self.epoch = 0
+        self.threads = 1  # that wait side by side
         self.totals = {"samples": 0.0, "seconds": 0.0, "data_s": 0.0, "compute_s": 0.0, "wait_s": 0.0}
         self.totals["sent_bytes"] = 0
         self._events = events
@@ -91,14 +96,15 @@ class Meter:
         data_s, wait_s, sent, samples = self._readings()
         before, self._before = self._before, (data_s, wait_s, sent, samples)
         seconds, self._last = now - self._last, now
+        waits = (data_s - before[0]) / self.threads, (wait_s - before[1]) / self.threads
         self.step += 1
         self._status.at(self.step, self.epoch)
         report = StepReport(
             step=self.step,
             samples=samples - before[3],
-            data_s=data_s - before[0],
-            wait_s=wait_s - before[1],
-            compute_s=max(seconds - (data_s - before[0]) - (wait_s - before[1]), 0.0),
+            data_s=waits[0],
+            wait_s=waits[1],
+            compute_s=max(seconds - sum(waits), 0.0),
             sent_bytes=sent - before[2],
         )
         for key in ("samples", "data_s", "compute_s", "wait_s", "sent_bytes"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from paceline.train.groups import SavedOptimizer
 from paceline.train.meter import Meter
 from paceline.train.optimizer import adopt
 from paceline.train.outermost import Outermost
+from paceline.train.pool import LossOf, Pool, check
 from paceline.train.saving import Saver, Stateful
 from paceline.train.window import Window
 from paceline.transport.group import Group
@@ -102,6 +103,7 @@ class Run:
         self._window = Window(self._warn)
         self._save_next = False  # a step has ended since all members agreed to save
         self._epoch_step = 0  # steps before the epoch under way
+        self._pool: Pool | None = None  # threads that train now
 
     # ---- what the loop uses
 
@@ -168,6 +170,41 @@ class Run:
         self._saver.report(wait=True)
         self._status.set("after training")
         self._ending.gather(self.group, self._totals())
+
+    def in_threads(
+        self,
+        threads: int,
+        loss_of: LossOf,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader,
+        step: Callable[[], object] | None = None,
+    ) -> None:
+        """One pass over the loader by several threads of this member, with async, bounded, or in a run of one.
+
+        Each thread calls `loss_of(model, batch)` with a replica of the model, and `backward()` of what it returns.
+        `step` takes the place of `optimizer.step`: it is called by one thread at a time, with that thread's gradients
+        in the model, and may clip them, step the optimizer, then a scheduler.
+        """
+        parts = ((model, self._models), (optimizer, self._optimizers), (loader, self._loaders))
+        check(threads, model, optimizer, all(any(x is part for x in known) for part, known in parts))
+        if self._pool:
+            raise ConfigError("run.in_threads is under way already: call it from one thread, one after the other")
+        self._pool = Pool(
+            threads,
+            loss_of,
+            model,
+            loader,
+            step or optimizer.step,
+            strategy=self._strategy,
+            world=self._world,
+            meter=self._meter,
+            device=self.device,
+        )
+        try:
+            self._pool.run()
+        finally:
+            self._pool = None
 
     def log(self, **values: Any) -> None:
         """Note scalars of this step (numbers, tensors of one element): shown, written to events, in the report."""
@@ -351,6 +388,8 @@ class Run:
         if not self._in_epochs:
             return
         if self._outermost.asks(loader, self._meter.step, due=self._save_next) and self._save_next:
+            if self._pool:
+                self._pool.quiet()
             self._save_next = self._world.wish = False
             self._save(self._meter.epoch)
 

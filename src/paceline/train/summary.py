@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +26,7 @@ WAIT_LIMIT = 0.30  # shares of the time above which something is worth saying
 DATA_LIMIT = 0.20
 _SLOWER = 1.25  # how much busier than the others a member must be for them to wait for it, and not for chance
 _SHORT_S = 0.005  # a step that is over sooner spends much of its time on meeting, whoever is slow
+_REASONS = 8  # that are told
 _EVEN = 1.02  # below which no member is called the slowest
 
 
@@ -61,9 +63,30 @@ class Coded(msgspec.Struct, frozen=True, kw_only=True):
         before, after = figures.size(self.bytes_before), figures.size(self.bytes_after)
         return (
             f"{self.codec}: {before} became {after} ({ratio:.3g}x less); "
-            + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times)
+            + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds)
             + f"; unsaid {figures.number(self.residual_norm)}"
         )
+
+
+class Pushed(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the workers' pushes to servers."""
+
+    pushes: int = 0
+    pushed_bytes: float = 0.0
+    dropped: int = 0
+    reasons: dict[str, int] = {}  # of those that were dropped, how many for each
+    mean_age: float = 0.0  # versions of the server between what was read and what was pushed to
+    oldest: int = 0
+
+    @property
+    def line(self) -> str:
+        words = f"{self.pushes:,} pushes of {figures.size(self.pushed_bytes / max(self.pushes, 1))}"
+        if self.oldest:
+            words += f", {self.mean_age:.2g} versions old on average and {self.oldest:,} at most"
+        if self.dropped:
+            reasons = (f"{reason}: {count:,}" for reason, count in self.reasons.items())
+            words += f"; {self.dropped:,} dropped ({'; '.join(reasons)})"
+        return words
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +109,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     slowest_by: float = 1.0  # its busy time over the mean of the others'
     advice: str = ""
     coded: Coded | None = None
+    pushed: Pushed | None = None
     members: tuple[Share, ...] = ()
 
 
@@ -124,6 +148,7 @@ def summarise(end: Event, start: Event | None = None) -> Summary:
         slowest_by=slowest_by,
         members=shares,
         coded=_coded(raw),
+        pushed=_pushed(raw),
     )
     return msgspec.structs.replace(summary, advice=_advice(summary))
 
@@ -139,6 +164,24 @@ def _coded(raw: list[Any]) -> Coded | None:
         bytes_after=sum(_amount(m, "bytes_after") for m in encoding),
         residual_norm=sum(_amount(m, "residual_norm") ** 2 for m in encoding) ** 0.5,
         **longest,
+    )
+
+
+def _pushed(raw: list[Any]) -> Pushed | None:
+    pushes = sum(_amount(m, "pushes") for m in raw)
+    if not pushes:
+        return None
+    reasons: Counter[str] = Counter()
+    for told in (m.get("drop_reasons") for m in raw):
+        if isinstance(told, dict):
+            reasons.update({figures.clean(reason, 80): int(_amount(told, reason)) for reason in told})
+    return Pushed(
+        pushes=int(pushes),
+        pushed_bytes=sum(_amount(m, "pushed_bytes") for m in raw),
+        dropped=int(sum(_amount(m, "dropped_pushes") for m in raw)),
+        reasons=dict(reasons.most_common(_REASONS)),
+        mean_age=sum(_amount(m, "ages") for m in raw) / pushes,
+        oldest=int(max(_amount(m, "oldest") for m in raw)),
     )
 
 
@@ -176,6 +219,8 @@ def table(summary: Summary) -> RenderableType:
     parts: list[RenderableType] = [head]
     if summary.members:
         parts += ["", rows]
+    if summary.pushed:
+        parts += ["", Text(summary.pushed.line)]
     if summary.coded:
         parts += ["", Text("codec " + summary.coded.line)]
     if summary.advice:
