@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
+    from paceline.server.outside import connect
     from paceline.strategies import AllReduce, Async, Bounded, Sync
     from paceline.train.join import join
     from paceline.train.run import Run
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "connect": "paceline.server.outside",
     "join": "paceline.train.join",
     "Run": "paceline.train.run",
     "AllReduce": "paceline.strategies",
@@ -44,6 +46,7 @@ __all__ = [
     "PacelineError",
     "Run",
     "Sync",
+    "connect",
     "join",
 ]
 
