@@ -20,7 +20,7 @@ from paceline.server.visits import Part, Standing
 
 _AT_ONCE = 2  # copies that readers may hold
 _PAUSE = 10.0  # times as long as a copy took, before the next
-_LOOK_S = 0.02
+_LOOK_S = 0.005
 
 
 class Copy:
@@ -45,7 +45,7 @@ class Copies:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._wishes: list[_Wish] = []  # with the lock of the shards held
+        self._wishes: list[_Wish] = []  # added to at any time, taken from with the lock of the shards held
         self._alive: weakref.WeakSet[Copy] = weakref.WeakSet()
         self._next = 0.0  # when there may be another copy
         service.look = self._look
@@ -63,14 +63,12 @@ class Copies:
         """
         wish = _Wish(at)
         deadline = time.monotonic() + limit_s
-        self._service.still(lambda: self._wishes.append(wish))
-        try:
-            while not wish.over.is_set():
-                self._service.still(self._look)  # where nobody trains, nobody else looks
-                if not wish.over.wait(_LOOK_S) and time.monotonic() > deadline:
-                    break
-        finally:
-            self._service.still(lambda: self._wishes.remove(wish) if wish in self._wishes else None)
+        self._wishes.append(wish)
+        while not wish.over.wait(_LOOK_S):  # whoever trains looks by itself
+            self._service.still(self._look)
+            if time.monotonic() > deadline:
+                self._service.still(lambda: self._wishes.remove(wish) if wish in self._wishes else None)
+                break
         if wish.copy is None and at < 0:
             why = "others are reading" if len(self._alive) >= _AT_ONCE else "the run has not put its weights there yet"
             raise TimedOut(f"no copy of the weights within {limit_s:g} s: {why}; try again")
@@ -88,8 +86,9 @@ class Copies:
         standing = self.standing()
         version, sync = standing.version, standing.sync
         between = all(table.shard.between for table in tables)
-        over = {w for w in self._wishes if w.at >= 0 and (w.at < version or (w.at == version and not between))}
-        here = [w for w in self._wishes if w.at in (-1, version) and w not in over]
+        wishes = list(self._wishes)
+        over = {w for w in wishes if w.at >= 0 and (w.at < version or (w.at == version and not between))}
+        here = [w for w in wishes if w.at in (-1, version) and w not in over]
         copy = self._copy(version, not between) if here and (between or not sync) else None
         if copy:
             for wish in here:

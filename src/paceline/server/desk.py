@@ -37,7 +37,7 @@ _LONGEST_S = 10.0  # that one request may wait
 _STUCK_S = 30.0  # that a reader may take nothing
 _PIECE_BYTES = 1 << 22
 _SLOWEST = 1e6  # bytes per second at which weights must be read; slower ones keep a copy from others
-_LAST_WORDS_S = 2.0
+_LAST_WORDS_S = 1.0
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +77,7 @@ class Desk:
         )
         self._service = service
         self._copies: Copies | None = None
+        self._told: dict[str, int] = {}  # of the shards, when last asked
         self._lock = threading.Lock()
         self._places: dict[Channel, _Place] = {}
         self._ending = threading.Event()
@@ -98,7 +99,7 @@ class Desk:
             self._await_outcome()
         self._ending.set()
         deadline = time.monotonic() + _LAST_WORDS_S
-        while any(place.busy for place in self._seated()) and time.monotonic() < deadline:
+        while any(place.busy or place.watches for place in self._seated()) and time.monotonic() < deadline:
             time.sleep(0.01)
         for place in self._seated():
             place.channel.close()
@@ -125,7 +126,7 @@ class Desk:
         place = _Place(channel)
         try:
             self._sit(place)
-            while not self._ending.is_set():
+            while True:
                 message = v.decode_to_desk(channel.listen())
                 place.busy = True
                 if answer := self._answer(place, message):
@@ -234,12 +235,11 @@ class Desk:
         place.watches = True
         self._ending.wait(min(max(wait_s, 0.0), _LONGEST_S))
         service = self._service()
-        told = service.readings() if service else {}
-        progress = self._watching.progress(
-            version=int(told.get("version", 0)),
-            applied=int(told.get("applied", 0)),
-            dropped=int(told.get("dropped", 0)),
-        )
+        if service:  # a shard that lived with a worker is gone at the end
+            told = service.readings()
+            self._told = {"version": self._standing().version} | {k: int(told[k]) for k in ("applied", "dropped")}
+        progress = self._watching.progress(**self._told)
+        place.watches = not self._ending.is_set()
         if self._ending.is_set() and progress.state == "running":
             state = "failed" if service and service.fault else "gone"
             progress = msgspec.structs.replace(progress, state=state)
@@ -254,7 +254,7 @@ class _Place:
         self.rank = -1
         self.since = time.monotonic()  # it has said nothing
         self.busy = False
-        self.watches = False
+        self.watches = False  # and has not been told the end yet
         self.copy: Copy | None = None
 
 

@@ -135,7 +135,8 @@ class Outsider:
                     at = -1
                     if len(serving) > 1 and all(s.sync for s in standings):
                         at = max(versions) + ahead
-                    pinned = [self._pinned(a) for a in self._all(v.Pin(at=at, limit_s=1.0 if ahead else 5.0), serving)]
+                    wait_s = min(1.0 if at > max(versions) else 2.0, max(0.0, deadline - time.monotonic()))
+                    pinned = [_pinned(answer) for answer in self._all(v.Pin(at=at, limit_s=wait_s), serving)]
                     placed = _placed(pinned)
                     if placed is not None:
                         return self._read(serving, pinned, placed)
@@ -168,11 +169,6 @@ class Outsider:
                 line.close()
                 answers.append(v.refused(Interrupted(self._lost(error))))
         return answers
-
-    def _pinned(self, answer: v.FromDesk) -> v.Pinned:
-        if isinstance(answer, v.Refused) and answer.kind == "TimedOut":
-            return v.Pinned(version=-1)
-        return _expect(answer, v.Pinned)
 
     def _read(self, lines: list[_Line], pinned: list[v.Pinned], placed: dict[int, Placement]) -> Weights:
         tensors = {
@@ -299,6 +295,12 @@ def _expect(answer: v.FromDesk, kind: type[T]) -> T:
     if not isinstance(answer, kind):
         raise Interrupted(f"the run said {type(answer).__name__} instead of {kind.__name__}")
     return answer
+
+
+def _pinned(answer: v.FromDesk) -> v.Pinned:
+    if isinstance(answer, v.Refused) and answer.kind == "TimedOut":
+        return v.Pinned(version=-1)
+    return _expect(answer, v.Pinned)
 
 
 def _placed(pinned: list[v.Pinned]) -> dict[int, Placement] | None:

@@ -1,0 +1,376 @@
+"""Outsiders at a run's desks, over real sockets: what they read is of one version, and they can stop nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut
+from paceline.core.status import Status
+from paceline.core.view import View
+from paceline.server import copies as copies_module
+from paceline.server import desk as desk_module
+from paceline.server import messages as m
+from paceline.server import visits as v
+from paceline.server.client import Client, Table
+from paceline.server.connection import pair
+from paceline.server.desk import Desk
+from paceline.server.outside import Outsider
+from paceline.server.placement import Tensor
+from paceline.server.service import Service
+from paceline.transport.mesh import visit
+from paceline.transport.wires import Wires
+
+TOKEN = "a token that only this test knows"
+SHAPES = [(300, 700), (7,), (50, 3), ()]
+
+
+class House:
+    """Servers with desks, and workers."""
+
+    def __init__(self, directory: Path, workers: int, servers: int, gate: str) -> None:
+        self.directory = directory
+        self.wires = [Wires(TOKEN) for _ in range(servers)]
+        view = View(number=1, members=tuple(w.describe(r, f"host{r}") for r, w in enumerate(self.wires)))
+        self.services = [Service(limit_s=10) for _ in range(servers)]
+        self.desks = []
+        for rank, (wires, service) in enumerate(zip(self.wires, self.services)):
+            wires.join(view, rank, limit_s=10, status=Status(None))
+            desk = Desk(
+                wires,
+                range(servers),
+                directory=directory,
+                token=TOKEN,
+                strategy=gate,
+                service=lambda service=service: service,  # type: ignore[misc]
+            )
+            self.desks.append(desk)
+        self.clients = []
+        for rank in range(workers):
+            ends = [pair(rank, shared=False) for _ in self.services]
+            for service, (theirs, _) in zip(self.services, ends):
+                service.attach(theirs)
+            self.clients.append(Client(rank, [mine for _, mine in ends], limit_s=10))
+        self.gate = gate
+
+    def open(self, values: float = 0.0) -> list[Table]:
+        tensors = [Tensor(f"p{i}", shape, "float32", 0) for i, shape in enumerate(SHAPES)]
+        rule = m.Rule(optimizer="SGD", groups=[{"lr": 1.0}], gate=self.gate)
+        tables = [c.open([(t, torch.full(t.shape, values)) for t in tensors], rule) for c in self.clients]
+        tables[0].store()
+        for table in tables:
+            table.pull()
+        return tables
+
+    @property
+    def address(self) -> str:
+        return self.wires[0].view.members[0].address
+
+    def close(self) -> None:
+        for client in self.clients:
+            with contextlib.suppress(PacelineError):
+                client.close()
+        for desk, service, wires in zip(self.desks, self.services, self.wires):
+            desk.close()
+            service.close()
+            wires.close()
+
+
+@contextlib.contextmanager
+def house(directory: Path, workers: int = 1, servers: int = 1, gate: str = "sync") -> Iterator[House]:
+    made = House(directory, workers, servers, gate)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def push(table: Table, value: float = -1.0) -> None:
+    """With a rate of one, all weights rise by -value."""
+    gradients = [torch.full(slot.parameter.shape, value) for slot in table.slots]
+    table.push(gradients, [{"lr": 1.0}], weight=1.0)
+
+
+@contextlib.contextmanager
+def training(tables: list[Table]) -> Iterator[list[int]]:
+    """All workers push for as long as the block lasts; how often each has."""
+    stop, counts = threading.Event(), [0] * len(tables)
+    failures: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            while not stop.is_set() and not failures:
+                push(tables[i])
+                counts[i] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(tables))]
+    for thread in threads:
+        thread.start()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        for table in tables:
+            table.rest()
+        for thread in threads:
+            thread.join(1)
+    if failures and not all(isinstance(f, Interrupted) for f in failures):
+        raise failures[0]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_weights_in_sync_are_of_one_version(tmp_path: Path, servers: int) -> None:
+    with house(tmp_path, servers=servers) as here:
+        tables = here.open()
+        with Outsider(here.address, TOKEN, 20.0) as outsider, training(tables):
+            seen = []
+            for _ in range(8):
+                weights = outsider.weights(newer_than=seen[-1] if seen else -1)
+                if weights is None:
+                    continue
+                assert not weights.mixed
+                assert len(set(weights.versions)) == 1
+                assert [tuple(weights[f"p{i}"].shape) for i in range(4)] == SHAPES
+                # Every step adds one: any other value would be of another version, or half of one.
+                assert all((tensor == weights.version).all() for tensor in weights.values())
+                seen.append(weights.version)
+        assert seen == sorted(set(seen))
+        assert len(seen) > 2
+
+
+def test_weights_where_nobody_waits_say_that_they_are_mixed(tmp_path: Path) -> None:
+    with house(tmp_path, workers=2, servers=2, gate="async") as here:
+        tables = here.open(5.0)
+        with Outsider(here.address, TOKEN, 20.0) as outsider:
+            still = outsider.weights()
+            assert still is not None
+            assert (still.version, still.versions, still.mixed) == (0, (0, 0), False)
+            assert all((tensor == 5.0).all() for tensor in still.values())
+            push(tables[0])
+            after = outsider.weights(newer_than=0)
+            assert after is not None
+            assert after.versions == outsider.versions() == (1, 1)
+            assert outsider.weights(newer_than=1) is None
+            push_half(tables[1], here)
+            half = outsider.weights()
+            assert half is not None
+            assert half.mixed
+
+
+def push_half(table: Table, here: House) -> None:
+    """One server gets the whole push, the other nothing."""
+    before = here.services[0].tables[0].shard.version
+    channel = here.clients[1].ports[0]._channel
+    chunks = here.services[0].tables[0].chunks
+    head = m.Push(table=0, view=1, step=1, read=before - 1, weight=1.0, groups=[{"lr": 1.0}])
+    channel.send(m.encode(head))
+    for index, chunk in enumerate(chunks):
+        channel.send(m.encode(m.Part(chunk=index, nbytes=chunk.nbytes)))
+        channel.send_raw(memoryview(bytes(chunk.nbytes)))
+    until(lambda: here.services[0].tables[0].shard.version > before)
+
+
+def until(ready: Any, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_weights_before_there_are_any(tmp_path: Path) -> None:
+    with house(tmp_path) as here, Outsider(here.address, TOKEN, 0.3) as outsider:
+        with pytest.raises(TimedOut, match=r"has not called run\.optimizer yet"):
+            outsider.weights()
+        client = here.clients[0]
+        rule = m.Rule(optimizer="SGD", groups=[{"lr": 1.0}], gate="sync")
+        client.open([(Tensor("p", (3,), "float32", 0), torch.ones(3))], rule)  # opened, but not stored yet
+        assert here.services[0].tables
+        with pytest.raises(TimedOut):
+            outsider.weights()
+
+
+def test_a_reader_that_reads_nothing_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "_STUCK_S", 0.5)
+    with house(tmp_path) as here:
+        table = here.open()[0]
+        stuck = []
+        for _ in range(copies_module._AT_ONCE):  # they hold all copies that there may be
+            push(table)
+            channel = visit(here.address, TOKEN, 5.0)
+            for message in (v.Visit(), v.Pin()):
+                channel.send(v.encode(message))
+                v.decode_from_desk(channel.recv(5.0))
+            stuck.append(channel)
+        for _ in range(20):
+            push(table)
+        with Outsider(here.address, TOKEN, 10.0) as outsider:  # waits until those have lost theirs
+            weights = outsider.weights()
+            assert weights is not None
+            assert weights.version == 22
+        for channel in stuck:
+            channel.close()
+
+
+def test_copies_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies_module, "_PAUSE", 1e6)  # the next copy is never due
+    with house(tmp_path) as here, Outsider(here.address, TOKEN, 0.3) as outsider:
+        table = here.open()[0]
+        first = outsider.weights()
+        assert first is not None
+        del first
+        push(table)
+        with pytest.raises(TimedOut):
+            outsider.weights()
+
+
+def test_only_so_many_outsiders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk_module, "MAX_VISITORS", 2)
+    with house(tmp_path) as here:
+        here.open()
+        seated = [Outsider(here.address, TOKEN, 5.0) for _ in range(2)]
+        with pytest.raises(ConfigError, match="all 2 places for outsiders are taken"):
+            Outsider(here.address, TOKEN, 5.0)
+        monkeypatch.setattr(desk_module, "_IDLE_S", 0.0)  # now one that says nothing makes room
+        with Outsider(here.address, TOKEN, 5.0) as third:
+            assert third.versions() == (0,)
+        for outsider in seated:
+            outsider.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([b"\xff\x00 no message"], "cannot be read"),
+        ([v.encode(v.Look())], "before Visit"),
+        ([v.encode(v.Visit(protocol=7))], "speaks protocol 7, the run 1"),
+        ([v.encode(v.Visit()), v.encode(v.Read())], "without a copy"),
+        ([v.encode(v.Visit()), v.encode(v.Visit())], "out of turn"),
+        ([v.encode(v.Visit()), v.encode(v.Pinned(version=1))], "cannot be read"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, said: list[bytes], message: str) -> None:
+    with house(tmp_path) as here:
+        here.open()
+        with visit(here.address, TOKEN, 5.0) as channel:
+            for each in said:
+                channel.send(each)
+            answer = v.decode_from_desk(channel.recv(5.0))
+            while not isinstance(answer, v.Refused):
+                answer = v.decode_from_desk(channel.recv(5.0))
+            assert message in answer.message
+        with Outsider(here.address, TOKEN, 5.0) as outsider:
+            assert outsider.versions() == (0,)
+
+
+def test_fuzzed_frames_end_one_connection_and_nothing_else(tmp_path: Path) -> None:
+    chance = random.Random(4)
+    whole = [v.encode(each) for each in (v.Look(), v.Pin(limit_s=0.01), v.Watch(), v.Pin(at=3, limit_s=0.01))]
+    with house(tmp_path) as here:
+        tables = here.open()
+        with training(tables) as counts, Outsider(here.address, TOKEN, 10.0) as outsider:
+            for _ in range(60):
+                with contextlib.suppress(PacelineError), visit(here.address, TOKEN, 5.0) as channel:
+                    if chance.random() < 0.8:
+                        channel.send(v.encode(v.Visit()))
+                    frame = bytearray(chance.choice(whole))
+                    for _ in range(chance.randint(0, 3)):
+                        frame[chance.randrange(len(frame))] = chance.randrange(256)
+                    if chance.random() < 0.5:
+                        channel.send(frame[: chance.randint(0, len(frame))])
+                    else:  # not even a frame
+                        channel.send_raw(memoryview(chance.randbytes(chance.randint(1, 40))))
+                    channel.recv(0.02)
+            before = counts[0]
+            until(lambda: counts[0] > before)
+            assert outsider.weights() is not None
+        assert not here.services[0].fault
+
+
+def test_a_note_lets_the_owner_in_and_a_wrong_token_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "runs" / "digits"
+    directory.mkdir(parents=True)
+    old = os.umask(0)
+    try:
+        made = House(directory, 1, 2, "async")
+    finally:
+        os.umask(old)
+    with contextlib.closing(made):
+        made.open()
+        assert stat.S_IMODE((directory / "desk.json").stat().st_mode) == 0o600
+        for where in ("digits", str(directory)):
+            with paceline.connect(where) as outsider:
+                assert (outsider.name, outsider.strategy, outsider.versions()) == ("digits", "async", (0, 0))
+        last = made.wires[0].view.members[1].address
+        with paceline.connect(last, token=TOKEN) as outsider:  # any desk tells the others
+            assert outsider.versions() == (0, 0)
+        with pytest.raises(AuthError, match="does not hold the same token"):
+            paceline.connect(made.address, token="another")
+        with pytest.raises(ConfigError, match="needs token="):
+            paceline.connect(made.address)
+        with pytest.raises(ConfigError, match=r"did you mean 'digits'|no such run here"):
+            paceline.connect("digit")
+        note = (directory / "desk.json").read_text()
+    assert not (directory / "desk.json").exists()
+    Status(directory / "status" / "rank-0").set("finished")
+    with pytest.raises(ConfigError, match=r"run 'digits' is over \(finished\)"):
+        paceline.connect("digits")
+    with pytest.raises(Interrupted, match="nobody listens"):
+        paceline.connect(json.loads(note)["addresses"][0], token=TOKEN)
+    (directory / "desk.json").write_text(note)  # as of a run that was killed
+    with pytest.raises(Interrupted, match="run 'digits' is over: it was killed"):
+        paceline.connect("digits")
+
+
+def test_watching_follows_the_files_and_ends_with_the_run(tmp_path: Path) -> None:
+    events = tmp_path / "events" / "rank-0.jsonl"
+    events.parent.mkdir()
+    now = time.time()
+    old = {"kind": "end", "time": now - 1000, "rank": 0, "outcome": "failed"}  # of an earlier start
+    start = {"kind": "start", "time": now, "rank": 0, "epochs": 4, "resumed_epoch": None}
+    steps = [
+        {
+            "kind": "step",
+            "time": now + i,
+            "rank": 0,
+            "epoch": 1,
+            "step": 5 * i,
+            "samples": 80,
+            "scalars": {"loss": "nan"},
+        }
+        for i in range(3)
+    ]
+    steps[-1]["scalars"] = {"loss": 0.5, "accuracy": 0.25}
+    events.write_text("".join(json.dumps(each) + "\n" for each in (old, start, *steps)) + '{"kind": "st')
+    Status(tmp_path / "status" / "rank-0").set("training")
+    with house(tmp_path) as here:
+        push(here.open()[0])
+        with Outsider(here.address, TOKEN, 5.0) as outsider:
+            told = outsider.watch(every_s=0.0)
+            first = next(told)
+            assert (first.state, first.epoch, first.epochs, first.step, first.loss) == ("running", 1, 4, 10, 0.5)
+            assert first.samples_per_s == pytest.approx(80.0, rel=0.01)
+            assert (first.version, first.applied, first.dropped) == (1, 1, 0)
+            assert [doing.what for doing in first.members] == ["training"]
+            with events.open("a") as file:
+                file.write('ep"}\n' + json.dumps({"kind": "end", "time": now + 9, "outcome": "finished"}) + "\n")
+            ending = threading.Thread(target=here.desks[0].close, daemon=True)
+            ending.start()
+            assert [each.state for each in told][-1] == "finished"
+            ending.join(10)
+            with pytest.raises(PacelineError):
+                outsider.weights()
