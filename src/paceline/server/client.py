@@ -124,6 +124,10 @@ class Table:
         self.step += 1
 
         def work(part: Part) -> Future[None]:
+            if not part.chunks:  # more servers than pieces: this one has nothing to answer
+                nothing: Future[None] = Future()
+                nothing.set_result(None)
+                return nothing
             head = m.Push(
                 table=self.number,
                 view=self._placement.view,
