@@ -25,6 +25,7 @@ from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedO
 from paceline.server import visits as v
 from paceline.server.connection import bytes_of
 from paceline.server.copies import Copies, Copy
+from paceline.server.inbox import Tray
 from paceline.server.service import Service
 from paceline.server.watching import Watching
 from paceline.transport.channel import Channel
@@ -37,6 +38,8 @@ _LONGEST_S = 10.0  # that one request may wait
 _STUCK_S = 30.0  # that a reader may take nothing
 _PIECE_BYTES = 1 << 22
 _SLOWEST = 1e6  # bytes per second at which weights must be read; slower ones keep a copy from others
+_SAMPLES_S = 1.0  # that one request to upload waits for room
+_TAKE_S = 0.05  # that one for samples waits: short, since the same worker may have to say that others are done
 _LAST_WORDS_S = 1.0
 
 
@@ -78,6 +81,7 @@ class Desk:
         self._service = service
         self._copies: Copies | None = None
         self._told: dict[str, int] = {}  # of the shards, when last asked
+        self._tray = Tray()
         self._lock = threading.Lock()
         self._places: dict[Channel, _Place] = {}
         self._ending = threading.Event()
@@ -144,6 +148,8 @@ class Desk:
             place.busy = False
             with self._lock:
                 self._places.pop(channel, None)
+            if place.rank >= 0:
+                self._tray.lost(place.rank)
             channel.close()
 
     def _sit(self, place: _Place) -> None:
@@ -181,6 +187,8 @@ class Desk:
                 return None
             if isinstance(message, v.Watch):
                 return self._watch(place, message.wait_s)
+            if isinstance(message, v.Upload | v.Finish | v.Take | v.Done):
+                return self._samples(place, message)
         except TimedOut as error:
             return v.refused(error)
         raise ConfigError(f"{type(message).__name__} was said out of turn")
@@ -227,6 +235,23 @@ class Desk:
                 if time.monotonic() > deadline:
                     raise Interrupted("the weights were read too slowly")
 
+    # ---- samples
+
+    def _samples(self, place: _Place, message: v.Upload | v.Finish | v.Take | v.Done) -> v.FromDesk | None:
+        if not self._first:
+            raise ConfigError("the first desk is where samples are left")
+        tray = self._tray
+        if isinstance(message, v.Upload):
+            return tray.put(message.samples, _SAMPLES_S)
+        if isinstance(message, v.Finish):
+            return tray.finish()
+        if place.rank < 0:
+            raise ConfigError("samples are for the members of the run")
+        if isinstance(message, v.Take):
+            return tray.take(place.rank, message, _TAKE_S)
+        tray.done(place.rank, message.course, message.count)
+        return None
+
     # ---- watching
 
     def _watch(self, place: _Place, wait_s: float) -> v.Progress:
@@ -238,7 +263,7 @@ class Desk:
         if service:  # a shard that lived with a worker is gone at the end
             told = service.readings()
             self._told = {"version": self._standing().version} | {k: int(told[k]) for k in ("applied", "dropped")}
-        progress = self._watching.progress(**self._told)
+        progress = self._watching.progress(**self._told, uploads_waiting=self._tray.inbox.waiting)
         place.watches = not self._ending.is_set()
         if self._ending.is_set() and progress.state == "running":
             state = "failed" if service and service.fault else "gone"

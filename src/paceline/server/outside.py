@@ -15,9 +15,9 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -25,19 +25,15 @@ import torch
 from paceline.core import status
 from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut, nearest
 from paceline.server import visits as v
-from paceline.server.connection import bytes_of
 from paceline.server.desk import read_note
+from paceline.server.line import Line, expect
 from paceline.server.placement import Placement, place
+from paceline.server.samples import pack
 from paceline.server.shard import offsets
 from paceline.server.visits import Progress
-from paceline.transport.channel import Channel
-from paceline.transport.mesh import visit
 
-_CONNECT_S = 10.0
-_ANSWER_S = 40.0  # a desk bounds its own waits below this
-_FRESH_S = 30.0  # after which a connection is tried before something is said that must not be said twice
 _PAUSE_S = 0.05
-T = TypeVar("T")
+_BUNDLE, _BUNDLE_BYTES = 256, 1 << 20  # samples that travel together
 
 
 class Weights(dict[str, torch.Tensor]):
@@ -86,13 +82,13 @@ class Outsider:
     def __init__(self, address: str, token: str, limit_s: float) -> None:
         self.limit_s = limit_s
         self._token = token
-        first = _Line(address, token, limit_s)
+        first = Line(address, token, limit_s)
         self._welcome = first.welcome
         desks = self._welcome.desks
         if len(desks) == 1:  # it may have been reached by another name, such as that of a tunnel
             self._lines = [first]
         else:
-            self._lines = [first if desk == address else _Line(desk, token, limit_s) for desk in desks]
+            self._lines = [first if desk == address else Line(desk, token, limit_s) for desk in desks]
         if first not in self._lines:
             first.close()
         self._asking = threading.Lock()
@@ -155,9 +151,9 @@ class Outsider:
             )
 
     def _standings(self) -> list[v.Standing]:
-        return [_expect(answer, v.Standing) for answer in self._all(v.Look(), self._lines)]
+        return [expect(answer, v.Standing) for answer in self._all(v.Look(), self._lines)]
 
-    def _all(self, message: v.ToDesk, lines: list[_Line]) -> list[v.FromDesk]:
+    def _all(self, message: v.ToDesk, lines: list[Line]) -> list[v.FromDesk]:
         """Ask several desks at once."""
         for line in lines:
             line.say(message)
@@ -170,7 +166,7 @@ class Outsider:
                 answers.append(v.refused(Interrupted(self._lost(error))))
         return answers
 
-    def _read(self, lines: list[_Line], pinned: list[v.Pinned], placed: dict[int, Placement]) -> Weights:
+    def _read(self, lines: list[Line], pinned: list[v.Pinned], placed: dict[int, Placement]) -> Weights:
         tensors = {
             (number, i): torch.empty(tensor.shape, dtype=tensor.torch_dtype)
             for number, placement in placed.items()
@@ -207,19 +203,65 @@ class Outsider:
 
     def watch(self, every_s: float = 1.0) -> Iterator[Progress]:
         """How the run is getting on, at once and then about every `every_s` seconds; ends when the run does."""
-        line = _Line(self._lines[0].address, self._token, self.limit_s)
+        line = Line(self._lines[0].address, self._token, self.limit_s)
         progress, wait_s = Progress(state="gone"), 0.0
         with contextlib.closing(line):
             while True:
                 try:
                     line.say(v.Watch(wait_s))
-                    progress = _expect(line.hear(), Progress)
+                    progress = expect(line.hear(), Progress)
                 except Interrupted:
                     progress = msgspec.structs.replace(progress, state="gone")
                 yield progress
                 if progress.state != "running":
                     return
                 wait_s = min(max(every_s, 0.0), 10.0)
+
+    # ---- samples
+
+    def upload(self, samples: Iterable[Any], *, wait_s: float = 60.0) -> int:
+        """Put samples into the run's input queue, from which `run.uploads()` in its script reads; how many.
+
+        A sample is made of tensors, numbers and words, in tuples, lists and dicts. Where the queue is full this waits,
+        for at most `wait_s` without a single sample being taken; TimedOut then says how many were.
+        """
+        count = 0
+        with self._asking:
+            for some in _bundles(pack(sample) for sample in samples):
+                count = self._put(some, count, wait_s)
+        return count
+
+    def finish_uploads(self) -> None:
+        """No more samples will come, from nobody: what waits is trained, then `run.uploads()` ends."""
+        with self._asking:
+            self._samples_said(v.Finish(), 0)
+
+    def _put(self, samples: list[bytes], before: int, wait_s: float) -> int:
+        deadline = time.monotonic() + wait_s
+        while samples:
+            taken = self._samples_said(v.Upload(samples), before)
+            if taken.count:
+                deadline = time.monotonic() + wait_s
+            before += taken.count
+            samples = samples[taken.count :]
+            if samples and time.monotonic() > deadline:
+                raise TimedOut(
+                    f"run {self.name!r} took no more samples for {wait_s:g} s, after {before} of this upload: "
+                    f"{taken.why}"
+                )
+        return before
+
+    def _samples_said(self, message: v.Upload | v.Finish, before: int) -> v.Taken:
+        line = self._lines[0]
+        try:
+            line.say(message)
+            return expect(line.hear(), v.Taken)
+        except ConfigError as error:  # the desk has hung up
+            line.close()
+            raise ConfigError(f"{error} ({before} samples of this upload were taken before)") from None
+        except Interrupted as error:
+            line.close()
+            raise Interrupted(f"{self._lost(error)}; at least {before} samples of this upload were taken") from None
 
     # ---- inside
 
@@ -237,70 +279,26 @@ class Outsider:
         return f"run {self.name!r} is over, or cannot be reached any more: {error}"
 
 
-class _Line:
-    """A connection to one desk, made again where it was lost."""
-
-    def __init__(self, address: str, token: str, limit_s: float) -> None:
-        self.address = address
-        self._token = token
-        self._limit_s = min(limit_s, _CONNECT_S)
-        self._used = 0.0
-        self._channel = self._connect()
-
-    def _connect(self) -> Channel:
-        channel = visit(self.address, self._token, self._limit_s)
-        try:
-            channel.name = f"the desk at {self.address}"
-            channel.send(v.encode(v.Visit()))
-            self.welcome = _expect(v.decode_from_desk(channel.recv(_ANSWER_S)), v.Welcome)
-        except BaseException:
-            channel.close()
-            raise
-        self._used = time.monotonic()
-        return channel
-
-    def say(self, message: v.ToDesk) -> None:
-        if self._channel.closed:
-            self._channel = self._connect()
-        elif time.monotonic() - self._used > _FRESH_S:  # a desk may have given the place to another
-            try:
-                self._channel.send(v.encode(v.Look()))
-                self.hear()
-            except Interrupted:
-                self._channel.close()
-                self._channel = self._connect()
-        try:
-            self._channel.send(v.encode(message))
-        except Interrupted:
-            self._channel.close()
-            raise
-
-    def hear(self) -> v.FromDesk:
-        answer = v.decode_from_desk(self._channel.recv(_ANSWER_S))
-        self._used = time.monotonic()
-        return answer
-
-    def fill(self, body: torch.Tensor) -> None:
-        if body.numel():
-            self._channel.recv_raw_into(bytes_of(body), _ANSWER_S)
-        self._used = time.monotonic()
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-def _expect(answer: v.FromDesk, kind: type[T]) -> T:
-    if isinstance(answer, v.Refused):
-        raise answer.error()
-    if not isinstance(answer, kind):
-        raise Interrupted(f"the run said {type(answer).__name__} instead of {kind.__name__}")
-    return answer
+def _bundles(samples: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Samples in messages of moderate size."""
+    bundle: list[bytes] = []
+    size = 0
+    for sample in samples:
+        if len(sample) > v.MAX_VISIT_BYTES - 64:
+            raise ConfigError(f"a sample of {len(sample)} bytes is longer than {v.MAX_VISIT_BYTES - 64}: cut it")
+        if bundle and (size + len(sample) > _BUNDLE_BYTES or len(bundle) == _BUNDLE):
+            yield bundle
+            bundle, size = [], 0
+        bundle.append(sample)
+        size += len(sample)
+    if bundle:
+        yield bundle
 
 
 def _pinned(answer: v.FromDesk) -> v.Pinned:
     if isinstance(answer, v.Refused) and answer.kind == "TimedOut":
         return v.Pinned(version=-1)
-    return _expect(answer, v.Pinned)
+    return expect(answer, v.Pinned)
 
 
 def _placed(pinned: list[v.Pinned]) -> dict[int, Placement] | None:
