@@ -20,6 +20,8 @@ import paceline
 from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.core.status import Status
 from paceline.core.view import View
+from paceline.data import Loader
+from paceline.data.uploads import Uploads
 from paceline.server import copies as copies_module
 from paceline.server import desk as desk_module
 from paceline.server import messages as m
@@ -29,12 +31,17 @@ from paceline.server.connection import pair
 from paceline.server.desk import Desk
 from paceline.server.outside import Outsider
 from paceline.server.placement import Tensor
+from paceline.server.samples import pack
 from paceline.server.service import Service
+from paceline.server.taking import Taker
 from paceline.transport.mesh import visit
 from paceline.transport.wires import Wires
 
 TOKEN = "a token that only this test knows"
 SHAPES = [(1500, 1000), (7,), (1500, 1000), ()]  # several chunks, so that steps can be half applied
+
+UPLOAD = v.Upload([pack((torch.zeros(2), 1))])
+TAKE = v.Take(course="0", number=0, batch_size=1, size=1)
 
 
 class House:
@@ -137,7 +144,7 @@ def test_weights_in_sync_are_of_one_version(tmp_path: Path, servers: int) -> Non
         with Outsider(here.address, TOKEN, 20.0) as outsider, training(tables):
             seen: list[int] = []
             deadline = time.monotonic() + 20
-            while len(seen) < 8 and time.monotonic() < deadline:
+            while len(seen) < 5 and time.monotonic() < deadline:
                 weights = outsider.weights(newer_than=seen[-1] if seen else -1)
                 if weights is None:
                     time.sleep(0.001)
@@ -149,7 +156,7 @@ def test_weights_in_sync_are_of_one_version(tmp_path: Path, servers: int) -> Non
                 assert all((tensor == weights.version).all() for tensor in weights.values())
                 seen.append(weights.version)
         assert seen == sorted(set(seen))
-        assert len(seen) == 8
+        assert len(seen) == 5
 
 
 def test_weights_where_nobody_waits_say_that_they_are_mixed(tmp_path: Path) -> None:
@@ -259,6 +266,8 @@ def test_only_so_many_outsiders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ([v.encode(v.Visit(protocol=7))], "speaks protocol 7, the run 1"),
         ([v.encode(v.Visit()), v.encode(v.Read())], "without a copy"),
         ([v.encode(v.Visit()), v.encode(v.Visit())], "out of turn"),
+        ([v.encode(v.Visit()), v.encode(TAKE)], "for the members of the run"),
+        ([v.encode(v.Visit(rank=0)), v.encode(TAKE), v.encode(v.Upload([b"\xc1"]))], "a sample cannot be read"),
         ([v.encode(v.Visit()), v.encode(v.Pinned(version=1))], "cannot be read"),
     ],
 )
@@ -278,7 +287,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, said: list[bytes],
 
 def test_fuzzed_frames_end_one_connection_and_nothing_else(tmp_path: Path) -> None:
     chance = random.Random(4)
-    whole = [v.encode(each) for each in (v.Look(), v.Pin(limit_s=0.01), v.Watch(), v.Pin(at=3, limit_s=0.01))]
+    whole = [v.encode(each) for each in (v.Look(), v.Pin(limit_s=0.01), v.Watch(), UPLOAD, v.Finish(), TAKE)]
     with house(tmp_path) as here:
         tables = here.open()
         with training(tables) as counts, Outsider(here.address, TOKEN, 10.0) as outsider:
@@ -298,6 +307,49 @@ def test_fuzzed_frames_end_one_connection_and_nothing_else(tmp_path: Path) -> No
             until(lambda: counts[0] > before)
             assert outsider.weights() is not None
         assert not here.services[0].fault
+
+
+def test_an_upload_that_nobody_wants_says_so(tmp_path: Path) -> None:
+    with house(tmp_path) as here, Outsider(here.address, TOKEN, 5.0) as outsider:
+        with pytest.raises(TimedOut, match="its script has not asked for samples"):
+            outsider.upload([1, 2, 3], wait_s=0.1)
+        with pytest.raises(ConfigError, match="longer than"):
+            outsider.upload([torch.zeros(5 << 20)])
+
+
+def test_loaders_share_out_what_is_uploaded_and_a_lost_member_gives_it_back(tmp_path: Path) -> None:
+    with house(tmp_path) as here, contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(contextlib.closing(Wires(TOKEN))) for _ in range(2)]
+        members = (here.wires[0].view.members[0], *(w.describe(i + 1, f"w{i}") for i, w in enumerate(workers)))
+        seen: list[list[int]] = [[], []]
+        rested = []
+
+        def work(i: int) -> None:
+            wires = workers[i]
+            wires.join(View(number=1, members=members), i + 1, limit_s=20, status=Status(None))
+            queue = Taker(wires, 0, size=1, like=(torch.zeros(2), 0), rest=lambda: rested.append(i))
+            for _, numbers in Loader(Uploads(queue), batch_size=3, rank=i, size=2):
+                if i == 1 and len(seen[1]) == 6:
+                    wires.close()  # as the end of its process would: these three are not trained
+                    return
+                seen[i] += numbers.tolist()
+
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        with Outsider(here.address, TOKEN, 5.0) as outsider:
+            samples = [(torch.zeros(2), i) for i in range(40)]
+            assert outsider.upload(samples[:20]) == 20
+            with pytest.raises(ConfigError, match=r"like \(float32\[2\], int\), and this one is \(float32\[3\], int\)"):
+                outsider.upload([(torch.zeros(3), 1)])
+            until(lambda: rested)  # all that came is trained, and nobody is to wait for these workers
+            assert outsider.upload(samples[20:]) == 20
+            outsider.finish_uploads()
+            with pytest.raises(ConfigError, match="takes no more samples"):
+                outsider.upload(samples)
+        for thread in threads:
+            thread.join(20)
+        assert sorted(seen[0] + seen[1]) == list(range(40))
 
 
 def test_a_note_lets_the_owner_in_and_a_wrong_token_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

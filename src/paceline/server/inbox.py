@@ -121,8 +121,10 @@ class Inbox:
             self._courses[ask.course] = _Course(ask.limit)
             for name in list(self._courses)[:-_KEPT]:
                 self._forget(name)
-        for name, course in self._courses.items():  # it has left the others' loops
-            if name != ask.course:
+        for name, course in self._courses.items():
+            if name != ask.course:  # it has left that loop: nobody is to wait for what it was lent there
+                for batch in course.lent.pop(rank, ()):
+                    self._release(batch)
                 for number in list(course.rounds):
                     self._fetched(course, number, rank)
         return self._courses[ask.course]
