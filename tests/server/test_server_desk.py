@@ -138,7 +138,8 @@ def training(tables: list[Table]) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_weights_in_sync_are_of_one_version(tmp_path: Path, servers: int) -> None:
+def test_weights_in_sync_are_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int) -> None:
+    monkeypatch.setattr(copies_module, "_PAUSE", 0.0)  # on a busy machine a copy may take long
     with house(tmp_path, servers=servers) as here:
         tables = here.open()
         with Outsider(here.address, TOKEN, 20.0) as outsider, training(tables):
@@ -388,7 +389,8 @@ def test_a_note_lets_the_owner_in_and_a_wrong_token_nobody(tmp_path: Path, monke
         paceline.connect("digits")
 
 
-def test_watching_follows_the_files_and_ends_with_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+def test_watching_follows_the_files_and_ends_with_the_run(tmp_path: Path, long: bool) -> None:
     events = tmp_path / "events" / "rank-0.jsonl"
     events.parent.mkdir()
     now = time.time()
@@ -407,9 +409,13 @@ def test_watching_follows_the_files_and_ends_with_the_run(tmp_path: Path) -> Non
         for i in range(3)
     ]
     steps[-1]["scalars"] = {"loss": 0.5, "accuracy": 0.25}
-    events.write_text("".join(json.dumps(each) + "\n" for each in (old, start, *steps)) + '{"kind": "st')
+    events.write_text(json.dumps(old) + "\n")
     Status(tmp_path / "status" / "rank-0").set("training")
     with house(tmp_path) as here:
+        noise = [{"kind": "told", "line": "x" * 1000}] * 400 if long else []
+        with events.open("a") as file:
+            file.writelines(json.dumps(each) + "\n" for each in (start, *noise, *steps))
+            file.write('{"kind": "st')
         push(here.open()[0])
         with Outsider(here.address, TOKEN, 5.0) as outsider:
             told = outsider.watch(every_s=0.0)

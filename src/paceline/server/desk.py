@@ -88,9 +88,12 @@ class Desk:
         self._mesh = wires.mesh
         self._first = wires.rank == ranks[0]
         self._file = directory / FILE
-        self._watching = Watching(directory, time.time() - 60.0)
+        self._watching = Watching(directory)
         if self._first:
-            _write(self._file, Note(name=directory.name, addresses=self._welcome.desks, token=token))
+            try:
+                _write(self._file, Note(name=directory.name, addresses=self._welcome.desks, token=token))
+            except OSError as error:  # a full disk must not stop the training
+                print(f"paceline: outsiders cannot look in by the run's name: {self._file}: {error}")
         wires.mesh.visit = self._visit
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from paceline.core import status
 from paceline.server.visits import Doing, Progress
 
 _TAIL_BYTES = 1 << 18  # of the events, at most, that one look reads
+_HEAD_BYTES = 1 << 14  # in which the start is told
 _LOOK_S = 0.2  # between two looks at the files
 _SPAN_S = 10.0  # over which samples per second are taken
 
@@ -23,13 +24,12 @@ _SPAN_S = 10.0  # over which samples per second are taken
 class Watching:
     """Reads one run's directory, however many watch."""
 
-    def __init__(self, directory: Path, since: float) -> None:
+    def __init__(self, directory: Path) -> None:
         self._events = directory / "events" / "rank-0.jsonl"
         self._status = directory / "status"
-        self._since = since  # older events are of an earlier start
         self._lock = threading.Lock()
         self._looked = 0.0
-        self._at = -1  # in the events; -1: not read yet
+        self._begin = self._at = _size(self._events)  # what is there already is of an earlier start
         self._rest = b""  # of a line that is still being written
         self._members: tuple[Doing, ...] = ()
         self._steps: deque[tuple[float, float]] = deque()  # time, samples
@@ -66,23 +66,29 @@ class Watching:
         return [Doing(rank=s.rank, step=s.step, epoch=s.epoch, what=s.what) for s in found if s]
 
     def _read(self) -> None:
+        size = _size(self._events)
+        if size < self._at:  # another file in its place
+            self._begin = self._at = 0
         try:
-            size = self._events.stat().st_size
-            first = self._at < 0
-            if first or size - self._at > _TAIL_BYTES or size < self._at:
-                self._at, self._rest = max(0, size - _TAIL_BYTES), b""
-                first = self._at > 0
             with self._events.open("rb") as file:
+                if size - self._at > _TAIL_BYTES:  # nobody has looked for long
+                    if self._at == self._begin:
+                        file.seek(self._at)
+                        self._lines(file.read(_HEAD_BYTES).split(b"\n"), {"start"})
+                    self._at, self._rest = size - _TAIL_BYTES, b""
                 file.seek(self._at)
                 data = self._rest + file.read(_TAIL_BYTES)
                 self._at = file.tell()
         except OSError:
             return
         *lines, self._rest = data.split(b"\n")
-        for line in lines[1:] if first and self._at > _TAIL_BYTES else lines:
+        self._lines(lines)
+
+    def _lines(self, lines: list[bytes], kinds: set[str] | None = None) -> None:
+        for line in lines:
             try:
                 event = json.loads(line)
-                if isinstance(event, dict) and float(event["time"]) >= self._since:
+                if kinds is None or event["kind"] in kinds:
                     self._take(event)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # half a line, or an event that we do not know
@@ -107,3 +113,10 @@ class Watching:
         seconds = self._steps[-1][0] - self._steps[0][0]
         samples = sum(samples for _, samples in self._steps) - self._steps[0][1]
         return samples / seconds if seconds > 0 else None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

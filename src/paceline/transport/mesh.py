@@ -332,7 +332,14 @@ def visit(address: str, token: str, limit_s: float) -> Channel:
     channel = connect(address, token, limit_s, patient=False)
     try:
         channel.send(_encode(_Hello("visit", -1, 0, "")))
-        reply = _decoded(_reply, channel, limit_s)
+        try:
+            reply = _decoded(_reply, channel, limit_s)
+        except TimedOut:
+            raise
+        except Interrupted as error:
+            raise Interrupted(
+                f"{address} hung up: does that run have an older version of paceline? ({error})"
+            ) from None
         if reply.verdict != "welcome":
             raise Interrupted(f"{address} lets nobody in: {reply.reason}")
     except BaseException:
