@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -151,8 +152,32 @@ def test_the_code_on_a_page_runs(page: str, ran: dict[str, tuple[int, str]]) -> 
 
 
 def test_few_blocks_are_not_run() -> None:
-    left_out = [(name_of(page), b.line) for page in PAGES for b in blocks(page) if b.language.startswith("python ")]
+    left_out = [(name_of(page), b.line) for page in PAGES for b in blocks(page) if b.language == "python no-run"]
     assert len(left_out) <= 2, left_out
+    kinds = {b.language for page in PAGES for b in blocks(page) if b.language.startswith("python")}
+    assert kinds <= {"python", "python no-run", "python inside", "python outside"}
+
+
+@pytest.mark.slow
+def test_the_code_of_an_outsider_runs_beside_a_run(tmp_path: Path) -> None:
+    """Blocks marked inside are the script of a run, those marked outside look into it."""
+    page = ROOT / "docs/how-to/look-into-a-run.md"
+    for side in ("inside", "outside"):
+        texts = [b.text for b in blocks(page) if b.language == f"python {side}"]
+        (tmp_path / f"{side}.py").write_text("\n".join(texts))
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--strategy", "async", "--name", "digits"]
+    with subprocess.Popen([*command, "inside.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
+        deadline = time.monotonic() + LIMIT_S / 2
+        while not (tmp_path / "runs/digits/desk.json").exists() and time.monotonic() < deadline and run.poll() is None:
+            time.sleep(0.1)
+        look = [sys.executable, "outside.py"]
+        done = subprocess.run(look, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S / 2)
+        if done.returncode:
+            run.terminate()
+        _, told = run.communicate(timeout=LIMIT_S / 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("finished"), done.stdout
+    assert run.returncode == 0, told
 
 
 @pytest.mark.slow

@@ -99,6 +99,16 @@ def parameters(table: Table) -> list[torch.Tensor]:
     return [slot.parameter for slot in table.slots]
 
 
+def test_a_server_without_a_piece_is_left_alone() -> None:
+    with place(1, servers=3) as here:
+        rule = m.Rule(optimizer="SGD", groups=[{"lr": 1.0}], gate="sync")
+        table = here.clients[0].open([(Tensor("p", (3,), "float32", 0), torch.zeros(3))], rule)
+        table.store()
+        for _ in range(3):
+            table.push([torch.ones(3)], [{"lr": 1.0}])
+        assert parameters(table)[0].tolist() == [-3.0] * 3
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adafactor", "paceline.Adagrad"])
 @pytest.mark.parametrize("shared", [True, False], ids=["memory", "socket"])
 @pytest.mark.parametrize("servers", [1, 3])

@@ -31,6 +31,7 @@ from paceline.data.partition import ByFile, Partition
 from paceline.data.randomness import mix
 from paceline.data.sampler import Deal
 from paceline.data.source import Feed, Terms, source_of
+from paceline.data.uploads import UploadFeed
 
 _OPTIONS = ("collate", "drop_last", "pad", "partition", "prefetch", "seed", "shuffle", "workers")
 _TORCH = {  # what a torch DataLoader calls things
@@ -230,7 +231,7 @@ class Loader:
                 "an iteration over a loader goes on from one epoch into the next: the checkpoint between these two "
                 "does not hold its place, those from here on do"
             )
-        if isinstance(feed, MapFeed):
+        if isinstance(feed, MapFeed | UploadFeed):
             feed.asked()
         if self.before:
             self.before()

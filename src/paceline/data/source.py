@@ -1,6 +1,6 @@
 """What kind of dataset it is, and how one epoch over it begins.
 
-`source_of` checks the user's input and gives one of three sources, each with `begin` (a feed: one epoch from
+`source_of` checks the user's input and gives one of four sources, each with `begin` (a feed: one epoch from
 a given state on), `batches` (how many there are in an epoch, where that is known) and `length` (to tell a
 state that belongs to other data).
 """
@@ -21,8 +21,9 @@ from paceline.data.mapped import MapFeed
 from paceline.data.partition import ByFile, Columns, Partition, Shuffled, Strided
 from paceline.data.sampler import Deal, Sampler
 from paceline.data.stream import Cut, StreamFeed
+from paceline.data.uploads import UploadFeed, Uploads, UploadSource
 
-Feed = MapFeed | StreamFeed | FileFeed
+Feed = MapFeed | StreamFeed | FileFeed | UploadFeed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +161,16 @@ class FileSource:
         return FileFeed(self.dataset, cut, state, shuffle=self.terms.shuffle, agree=self.agree)
 
 
-Source = MapSource | StreamSource | FileSource
+Source = MapSource | StreamSource | FileSource | UploadSource
 
 
 def source_of(dataset: Any, terms: Terms, agree: Agree | None) -> Source:
     """Find out what `dataset` is; a ConfigError says what is missing."""
     kind, partition = type(dataset).__name__, terms.partition
+    if isinstance(dataset, Uploads):
+        if partition is not None or not terms.pad or terms.drop_last:
+            raise ConfigError("uploads go to the members as they come, once: leave out partition=, pad= and drop_last=")
+        return UploadSource(dataset, terms.cut)
     if isinstance(partition, ByFile):
         if not isinstance(dataset, Files):
             raise ConfigError(f"partition=ByFile() needs a dataset made by Files(paths, open), not {kind}")

@@ -13,6 +13,7 @@ from paceline.environment import detect
 from paceline.membership import meet
 from paceline.server.connection import connect
 from paceline.server.dealing import Dealing
+from paceline.server.desk import Desk
 from paceline.server.rounds import agree
 from paceline.server.service import Service
 from paceline.transport.hub import Hub
@@ -42,6 +43,14 @@ def main() -> None:
     hub = dealing = None
     if place.rank == place.workers:
         hub, dealing = Hub(wires[0], range(place.workers)), Dealing(wires[0], range(place.workers))
+    desk = Desk(
+        wires[0],
+        range(place.workers, place.size),
+        directory=Path(settings.root) / settings.name,
+        token=meeting.token,
+        strategy=settings.strategy,
+        service=lambda: service,
+    )
     try:
         for rank in range(place.workers):
             service.attach(connect(wires[0], rank, place.rank))
@@ -51,6 +60,7 @@ def main() -> None:
             status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped")
         status.set("finished")
     finally:
+        desk.close()
         if hub and dealing:
             hub.close()
             dealing.close()

@@ -151,6 +151,10 @@ class Table:
         oldest = min((part.round for part in self._parts if part.chunks), default=0)
 
         def work(part: Part) -> Future[None]:
+            if not part.chunks:  # more servers than pieces: this one has nothing to answer
+                nothing: Future[None] = Future()
+                nothing.set_result(None)
+                return nothing
             head = m.Push(
                 table=self.number,
                 view=self._placement.view,

@@ -49,6 +49,7 @@ class Service:
         self.view = view
         self.tables: dict[int, Table] = {}
         self.fault = ""  # why nobody can go on
+        self.look: Callable[[], None] = lambda: None  # called, with the lock held, when the shards may have changed
         self._sessions: dict[int, Session] = {}
         self._shards = threading.RLock()
         self._idle = threading.Condition()
@@ -91,6 +92,12 @@ class Service:
                 task()
             except PacelineError as error:
                 session.refuse(error)
+            self.look()
+
+    def still(self, task: Callable[[], None]) -> None:
+        """Do something while nobody touches the shards."""
+        with self._shards, torch.no_grad():
+            task()
 
     def session(self, rank: int) -> Session | None:
         return self._sessions.get(rank)

@@ -90,6 +90,7 @@ class Shard:
         self._ages: dict[int, int] = {}  # by rank, of its last push
         self._seen: dict[int, int] = {}  # versions that workers will name in their next push
         self._waits: dict[int, set[int]] = {}  # by rank: chunks that are due to it
+        self._stored: set[int] = set()  # chunks that have been given weights
         self._summed: set[int] = set()  # chunks of the round under way, in sync without backups
         self._weights = [_view(memory, at, chunk) for at, chunk in zip(offsets(self.chunks), self.chunks)]
         self._pieces = [
@@ -294,6 +295,18 @@ class Shard:
     def sync(self) -> bool:
         return isinstance(self.gate, Together)
 
+    @property
+    def filled(self) -> bool:
+        """Whether all weights have been given."""
+        return len(self._stored) == len(self.chunks)
+
+    @property
+    def between(self) -> bool:
+        """Whether no round or push is half applied."""
+        if self.sync:
+            return not self._summed
+        return all(not under.parts or under.reason for under in self._under.values())
+
     def whole_pushes(self) -> set[int]:
         """Ranks whose push for the round under way is whole."""
         return {rank for rank, under in self._under.items() if under.whole and not under.reason}
@@ -305,6 +318,7 @@ class Shard:
         if values.numel() != self.chunks[index].numel or values.dtype != self._weights[index].dtype:
             raise ConfigError(f"{values.numel()} values for a chunk of {self.chunks[index].numel}")
         self._weights[index].copy_(values)
+        self._stored.add(index)
 
     def state(self, index: int, piece: int) -> dict[str, Any]:
         """The optimizer's state of a piece, and what corrections keep of it."""

@@ -215,6 +215,11 @@ class Served:
             each.pull()
         world.group.barrier()
 
+    @property
+    def service(self) -> Service | None:
+        """The shard that lives with this worker."""
+        return self._service
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the servers; a shard that lives here serves until all workers have left, unless this one has failed."""
         if self._client:

@@ -23,7 +23,9 @@ from paceline.core.view import Member
 from paceline.environment import Place, detect
 from paceline.membership import meet
 from paceline.server.dealing import Dealer
+from paceline.server.desk import Desk
 from paceline.strategies import Strategy, make_strategy
+from paceline.strategies.server import Served
 from paceline.train.ending import Ending
 from paceline.train.progress import MODES, make_progress
 from paceline.train.run import Run
@@ -115,12 +117,30 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         servers=range(place.workers, place.size),
         dealer=dealer,
     )
-    ending.watch(run._finish, [group.close, *(w.close for w in wires), *closers])
+    desk = _desk(place, wires[0], directory, meeting.token, chosen, agreed.strategy) if wires else None
+    ending.watch(run._finish, [*([desk.close] if desk else []), group.close, *(w.close for w in wires), *closers])
     if place.kind == "paceline" and place.rank == 0:
         for message in _without_effect(settings, agreed):
             events.emit("warning", message=message)
     _current = run
     return run
+
+
+def _desk(place: Place, wires: Wires, directory: Path, token: str, strategy: Strategy, words: str) -> Desk | None:
+    """Where outsiders look in: beside each shard; without servers, with the first member."""
+    served = strategy if isinstance(strategy, Served) else None
+    ranks = range(place.workers) if served else range(1)
+    if place.servers or place.rank not in ranks:
+        return None
+    return Desk(
+        wires,
+        ranks,
+        directory=directory,
+        token=token,
+        strategy=served.gate.words if served else words,
+        service=lambda: served.service if served else None,
+        servers=served is not None,
+    )
 
 
 def _merge(launched: Settings, given: dict[str, Any], place: Place) -> Settings:

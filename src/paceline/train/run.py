@@ -20,7 +20,9 @@ from paceline.core.settings import Settings
 from paceline.core.status import Status
 from paceline.data import Loader
 from paceline.data.sampler import Deal
+from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
+from paceline.server.taking import Taker
 from paceline.strategies import Strategy, Tally, World
 from paceline.train import metrics
 from paceline.train.ending import Ending
@@ -147,6 +149,24 @@ class Run:
         self._loaders.append(loader)
         self._saver.add(f"loader.{len(self._loaders) - 1}", loader)
         return loader
+
+    def uploads(self, *, limit: int = 0, like: Any = None) -> Uploads:
+        """What outsiders upload (`paceline.connect(...).upload`), as a dataset for `run.loader`; one member gets each.
+
+        Args:
+            limit: samples of an epoch, over all members; 0: as many as come until `finish_uploads()`.
+            like: a sample whose form all must have: others are refused where they are uploaded.
+        """
+        wires, servers = self._world.wires, self._world.servers
+        if wires is None:
+            raise ConfigError(
+                "run.uploads(): a run of one process has no desk; start it with paceline run -n 2 or more"
+            )
+        if limit < 0:
+            raise ConfigError(f"run.uploads(limit={limit}): must not be negative")
+        size = 1 if self._dealer else self.size
+        desk = servers[0] if servers else 0
+        return Uploads(Taker(wires, desk, size=size, limit=limit, like=like, rest=self._strategy.rest))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from where the last checkpoint ended up to `count`; checkpoints at the end of each."""

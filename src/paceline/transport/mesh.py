@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -30,6 +30,7 @@ from paceline.transport.channel import Channel, Listener, connect
 
 _HELLO_LIMIT_S = 10.0  # for the few bytes after the token was proven
 _TRY_LIMIT_S = 2.0  # for one try to connect; between tries a close is noticed
+_HELLO_BYTES = 1 << 16
 _ASK_LIMIT_S = 2.0  # a member that lives answers within this, however busy its cores
 
 
@@ -52,7 +53,7 @@ class _Key(NamedTuple):
 
 
 class _Hello(msgspec.Struct, frozen=True):
-    wish: Literal["join", "ask", "tell"]
+    wish: Literal["join", "ask", "tell", "visit"]
     rank: int
     view: int
     lane: str
@@ -101,6 +102,7 @@ class Mesh:
         self._opening: set[Channel] = set()  # connected, not yet welcome
         self.waiting: dict[str, int] = {}  # by lane: the rank for whom this member waits, for those who ask
         self._faults: dict[str, Fault] = {}
+        self.visit: Callable[[Channel], None] | None = None  # takes those who come from outside the run
         self._closed = False
         self._changed = threading.Condition()
         listener.hand_to(self._welcome)
@@ -249,8 +251,13 @@ class Mesh:
     # ---- the side that is dialled; runs in the listener's threads
 
     def _welcome(self, channel: Channel) -> None:
+        allowed, channel.max_message_bytes = channel.max_message_bytes, _HELLO_BYTES
         try:
             hello = _decoded(_hello, channel, _HELLO_LIMIT_S)
+            channel.max_message_bytes = allowed
+            if hello.wish == "visit":
+                self._let_in(channel)
+                return
             channel.name = f"member {hello.rank}"
             with self._changed:
                 reply = self._judge(hello)
@@ -264,6 +271,14 @@ class Mesh:
                     return
         except PacelineError:
             pass  # it went away; if it needs the channel it dials again
+        channel.close()
+
+    def _let_in(self, channel: Channel) -> None:
+        visit = None if self._closed else self.visit
+        reason = "" if visit else "the run is ending" if self._closed else "it has no desk for outsiders"
+        channel.send(_encode(_Reply("welcome" if visit else "refused", reason)))
+        if visit:
+            visit(channel)
         channel.close()
 
     def _judge(self, hello: _Hello) -> _Reply:
@@ -310,6 +325,27 @@ class Mesh:
 
     def _others(self) -> list[int]:
         return sorted(self._members.keys() - {self.rank})
+
+
+def visit(address: str, token: str, limit_s: float) -> Channel:
+    """A channel to a member's desk, for one who is not a member. Interrupted where nobody is there or will have us."""
+    channel = connect(address, token, limit_s, patient=False)
+    try:
+        channel.send(_encode(_Hello("visit", -1, 0, "")))
+        try:
+            reply = _decoded(_reply, channel, limit_s)
+        except TimedOut:
+            raise
+        except Interrupted as error:
+            raise Interrupted(
+                f"{address} hung up: does that run have an older version of paceline? ({error})"
+            ) from None
+        if reply.verdict != "welcome":
+            raise Interrupted(f"{address} lets nobody in: {reply.reason}")
+    except BaseException:
+        channel.close()
+        raise
+    return channel
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_T], channel: Channel, limit_s: float) -> _T:

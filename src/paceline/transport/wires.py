@@ -12,9 +12,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.status import Status
 from paceline.core.view import Member, View
 from paceline.transport.address import is_loopback
-from paceline.transport.channel import Listener
+from paceline.transport.channel import Channel, Listener
 from paceline.transport.local import Door, Links
-from paceline.transport.mesh import Mesh
+from paceline.transport.mesh import Mesh, visit
 
 
 class Wires:
@@ -24,6 +24,7 @@ class Wires:
         self._door = Door(token)
         self._listener = Listener(address, token=token, encrypt=encrypt)
         self._token = token
+        self._visits: list[Channel] = []
 
     def describe(self, rank: int, host: str) -> Member:
         """This member as the others will see it."""
@@ -38,8 +39,17 @@ class Wires:
         self.links = Links(view, rank, self._door, limit_s)
         self.mesh = Mesh(view, rank, self._token, self._listener, limit_s)
 
+    def visit(self, rank: int) -> Channel:
+        """A channel to the desk of a member, which may be this one."""
+        channel = visit(self.view.members[rank].address, self._token, self.limit_s)
+        channel.name = f"the desk of member {rank}"
+        self._visits.append(channel)
+        return channel
+
     def close(self) -> None:
         """Close everything; whoever waits for this member is told at once."""
+        for channel in self._visits:
+            channel.close()
         if hasattr(self, "links"):
             self.links.close()
             self.mesh.close()

@@ -1,0 +1,309 @@
+"""A desk: where those who are outside a run read its weights, watch it, and leave samples for it.
+
+Every server has one, behind the listener that it has for members anyway, so that whoever holds the run's token is let
+in and nobody else. The first one also answers for the run: it watches, and keeps the input queue. Where a run has no
+servers, the first member has a desk at which one can watch and upload.
+
+Nobody at a desk can hold up the training. A visitor has a thread of its own and one message of bounded size in flight;
+weights are read from copies (`copies`); what cannot be read ends that visitor's connection alone; and there are only so
+many visitors: when all places are taken, one who has said nothing for long makes room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
+from paceline.server import visits as v
+from paceline.server.connection import bytes_of
+from paceline.server.copies import Copies, Copy
+from paceline.server.inbox import Tray
+from paceline.server.service import Service
+from paceline.server.watching import Watching
+from paceline.transport.channel import Channel
+from paceline.transport.wires import Wires
+
+MAX_VISITORS = 16
+FILE = "desk.json"
+_IDLE_S = 60.0  # after which a visitor makes room for another, where all places are taken
+_LONGEST_S = 10.0  # that one request may wait
+_STUCK_S = 30.0  # that a reader may take nothing
+_PIECE_BYTES = 1 << 22
+_SLOWEST = 1e6  # bytes per second at which weights must be read; slower ones keep a copy from others
+_SAMPLES_S = 1.0  # that one request to upload waits for room
+_TAKE_S = 0.05  # that one for samples waits: short, since the same worker may have to say that others are done
+_LAST_WORDS_S = 1.0
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What desk.json holds. The file can be read by its owner only, because of the token."""
+
+    name: str
+    addresses: list[str]
+    token: str
+
+
+class Desk:
+    """One member's desk.
+
+    Args:
+        ranks: who has a desk, the first one first.
+        service: the shards here, once there are any.
+        servers: whether the run has servers at all.
+    """
+
+    def __init__(
+        self,
+        wires: Wires,
+        ranks: Sequence[int],
+        *,
+        directory: Path,
+        token: str,
+        strategy: str,
+        service: Callable[[], Service | None],
+        servers: bool = True,
+    ) -> None:
+        members = wires.view.members
+        self._welcome = v.Welcome(
+            name=directory.name,
+            strategy=strategy,
+            servers=servers,
+            desks=[members[rank].address for rank in ranks],
+        )
+        self._service = service
+        self._copies: Copies | None = None
+        self._told: dict[str, int] = {}  # of the shards, when last asked
+        self._tray = Tray()
+        self._lock = threading.Lock()
+        self._places: dict[Channel, _Place] = {}
+        self._ending = threading.Event()
+        self._mesh = wires.mesh
+        self._first = wires.rank == ranks[0]
+        self._file = directory / FILE
+        self._watching = Watching(directory)
+        if self._first:
+            try:
+                _write(self._file, Note(name=directory.name, addresses=self._welcome.desks, token=token))
+            except OSError as error:  # a full disk must not stop the training
+                print(f"paceline: outsiders cannot look in by the run's name: {self._file}: {error}")
+        wires.mesh.visit = self._visit
+
+    def close(self) -> None:
+        """The run is over: watchers are told, and nobody else is let in."""
+        if self._ending.is_set():
+            return
+        self._mesh.visit = None
+        if self._first:
+            self._file.unlink(missing_ok=True)
+            self._await_outcome()
+        self._ending.set()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while any(place.busy or place.watches for place in self._seated()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for place in self._seated():
+            place.channel.close()
+
+    def _await_outcome(self) -> None:
+        """The first member says how the run ended a moment after it has left its servers."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while any(place.watches for place in self._seated()) and not self._watching.outcome:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
+            self._watching.again()
+            self._watching.progress()
+
+    def _seated(self) -> list[_Place]:
+        with self._lock:
+            return list(self._places.values())
+
+    # ---- one visitor; in a thread of the listener's
+
+    def _visit(self, channel: Channel) -> None:
+        channel.max_message_bytes = v.MAX_VISIT_BYTES
+        channel.send_limit_s = _STUCK_S
+        place = _Place(channel)
+        try:
+            self._sit(place)
+            while True:
+                message = v.decode_to_desk(channel.listen())
+                place.busy = True
+                if answer := self._answer(place, message):
+                    channel.send(v.encode(answer))
+                place.since, place.busy = time.monotonic(), False
+        except Interrupted:
+            pass  # it went away
+        except PacelineError as error:
+            with contextlib.suppress(PacelineError):
+                channel.send(v.encode(v.refused(error)))
+                channel.drain(1.0)
+        except Exception:  # a fault of ours: this visitor's connection ends, and the others go on
+            traceback.print_exc()
+        finally:
+            place.busy = False
+            with self._lock:
+                self._places.pop(channel, None)
+            if place.rank >= 0:
+                self._tray.lost(place.rank)
+            channel.close()
+
+    def _sit(self, place: _Place) -> None:
+        """The first word, and a place for whoever has said it."""
+        first = v.decode_to_desk(place.channel.recv(_LONGEST_S))
+        if not isinstance(first, v.Visit):
+            raise ConfigError(f"{type(first).__name__} was said before Visit")
+        if first.protocol != v.PROTOCOL:
+            raise ConfigError(
+                f"this outsider speaks protocol {first.protocol}, the run {v.PROTOCOL}: install the same version of "
+                "paceline on both sides"
+            )
+        place.rank = first.rank
+        with self._lock:
+            outsiders = [p for p in self._places.values() if p.rank < 0]
+            if place.rank < 0 and len(outsiders) >= MAX_VISITORS:
+                oldest = min(outsiders, key=lambda p: (p.busy, p.since))
+                if oldest.busy or time.monotonic() - oldest.since < _IDLE_S:
+                    raise ConfigError(
+                        f"all {MAX_VISITORS} places for outsiders are taken: close() those that are not needed"
+                    )
+                self._places.pop(oldest.channel)
+                oldest.channel.close()
+            self._places[place.channel] = place
+        place.channel.send(v.encode(self._welcome))
+
+    def _answer(self, place: _Place, message: v.ToDesk) -> v.FromDesk | None:
+        try:
+            if isinstance(message, v.Look):
+                return self._standing()
+            if isinstance(message, v.Pin):
+                return self._pin(place, message)
+            if isinstance(message, v.Read):
+                self._read(place)
+                return None
+            if isinstance(message, v.Watch):
+                return self._watch(place, message.wait_s)
+            if isinstance(message, v.Upload | v.Finish | v.Take | v.Done):
+                return self._samples(place, message)
+        except TimedOut as error:
+            return v.refused(error)
+        raise ConfigError(f"{type(message).__name__} was said out of turn")
+
+    # ---- weights
+
+    def _shelf(self) -> Copies | None:
+        with self._lock:
+            service = self._service()
+            if service is not None and self._copies is None:
+                self._copies = Copies(service)
+            return self._copies
+
+    def _standing(self) -> v.Standing:
+        copies = self._shelf()
+        return copies.standing() if copies else v.Standing(version=0, sync=True, serves=False)
+
+    def _pin(self, place: _Place, wish: v.Pin) -> v.Pinned:
+        place.copy = None
+        copies = self._shelf()
+        if copies is None:
+            return v.Pinned(version=0)
+        for other in self._seated():  # one that does not fetch its copy keeps it from the others
+            if other.copy and not other.busy and time.monotonic() - other.since > _STUCK_S:
+                other.copy = None
+        version = copies.standing().version
+        if 0 <= version <= wish.newer_than:
+            return v.Pinned(version=version)
+        place.copy = copy = copies.pin(wish.at, min(max(wish.limit_s, 0.0), _LONGEST_S))
+        if copy is None:
+            return v.Pinned(version=copies.standing().version)
+        return v.Pinned(version=copy.version, mixed=copy.mixed, parts=copy.parts)
+
+    def _read(self, place: _Place) -> None:
+        copy, place.copy = place.copy, None
+        if copy is None:
+            raise ConfigError("Read was said without a copy: say Pin before")
+        total = sum(part.nbytes for part in copy.parts)
+        deadline = time.monotonic() + _STUCK_S + total / _SLOWEST
+        for data in copy.data:
+            raw = bytes_of(data)
+            for start in range(0, len(raw), _PIECE_BYTES):
+                place.channel.send_raw(raw[start : start + _PIECE_BYTES])
+                if time.monotonic() > deadline:
+                    raise Interrupted("the weights were read too slowly")
+
+    # ---- samples
+
+    def _samples(self, place: _Place, message: v.Upload | v.Finish | v.Take | v.Done) -> v.FromDesk | None:
+        if not self._first:
+            raise ConfigError("the first desk is where samples are left")
+        tray = self._tray
+        if isinstance(message, v.Upload):
+            return tray.put(message.samples, _SAMPLES_S)
+        if isinstance(message, v.Finish):
+            return tray.finish()
+        if place.rank < 0:
+            raise ConfigError("samples are for the members of the run")
+        if isinstance(message, v.Take):
+            return tray.take(place.rank, message, _TAKE_S)
+        tray.done(place.rank, message.course, message.count)
+        return None
+
+    # ---- watching
+
+    def _watch(self, place: _Place, wait_s: float) -> v.Progress:
+        if not self._first:
+            raise ConfigError("the first desk is where a run is watched")
+        place.watches = True
+        self._ending.wait(min(max(wait_s, 0.0), _LONGEST_S))
+        service = self._service()
+        if service:  # a shard that lived with a worker is gone at the end
+            told = service.readings()
+            self._told = {"version": self._standing().version} | {k: int(told[k]) for k in ("applied", "dropped")}
+        progress = self._watching.progress(**self._told, uploads_waiting=self._tray.inbox.waiting)
+        place.watches = not self._ending.is_set()
+        if self._ending.is_set() and progress.state == "running":
+            state = "failed" if service and service.fault else "gone"
+            progress = msgspec.structs.replace(progress, state=state)
+        return progress
+
+
+class _Place:
+    """Where a visitor sits."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.rank = -1
+        self.since = time.monotonic()  # it has said nothing
+        self.busy = False
+        self.watches = False  # and has not been told the end yet
+        self.copy: Copy | None = None
+
+
+def read_note(directory: Path) -> Note | None:
+    """What the desk of the run in this directory has left; None where there is none."""
+    try:
+        return msgspec.json.decode((directory / FILE).read_bytes(), type=Note)
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise ConfigError(
+            f"{directory / FILE} belongs to another user: it holds the run's token. Ask that user for the token, and "
+            'use paceline.connect("host:port", token=...)'
+        ) from None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{directory / FILE} cannot be read: {error}") from None
+
+
+def _write(path: Path, note: Note) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(note))
+    part.replace(path)

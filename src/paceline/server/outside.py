@@ -1,0 +1,337 @@
+"""`paceline.connect(...)`: a run as seen from outside.
+
+    run = paceline.connect("digits")                 # a run in ./runs, on this host
+    weights = run.weights()                          # names and tensors, with a version
+    for progress in run.watch(): ...                 # until the run ends
+    run.upload(samples)                              # into the queue that run.uploads() in the script reads
+
+One connection to each desk (`desk`), made when it is needed and made again where it was lost. Nothing here runs in the
+background, and every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline.core import status
+from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut, nearest
+from paceline.server import visits as v
+from paceline.server.desk import read_note
+from paceline.server.line import Line, expect
+from paceline.server.placement import Placement, place
+from paceline.server.samples import pack
+from paceline.server.shard import offsets
+from paceline.server.visits import Progress
+
+_PAUSE_S = 0.05
+_BUNDLE, _BUNDLE_BYTES = 256, 1 << 20  # samples that travel together
+
+
+class Weights(dict[str, torch.Tensor]):
+    """Parameters by name, as they were on the servers.
+
+    `version` rises with every step of the servers, `versions` has each server's, and `mixed` says that these are not
+    the weights of one version: where nobody waits for anybody, some pushes are half applied, or applied on some servers
+    only.
+    """
+
+    version: int
+    versions: tuple[int, ...]
+    mixed: bool
+
+
+def connect(where: str, *, token: str = "", limit_s: float = 30.0) -> Outsider:
+    """Look into a run from outside: read its weights, watch it, upload samples.
+
+    Args:
+        where: the name of a run in ./runs or a run's directory, on this host; or with `token` the address "host:port"
+            of its first desk, which its desk.json has.
+        limit_s: bounds each wait, but for the wait of `watch` for news and of `upload` for room.
+    """
+    if re.search(r":\d+$", where) and not Path(where).exists():
+        if not token:
+            raise ConfigError(
+                f'connect("{where}"): an address needs token=, which the run\'s desk.json has; on the same host give '
+                "the run's name or directory instead"
+            )
+        return Outsider(where, token, limit_s)
+    directory = _directory(where)
+    note = read_note(directory)
+    if note is None:
+        raise ConfigError(_why_no_desk(directory))
+    try:
+        return Outsider(note.addresses[0], token or note.token, limit_s)
+    except (Interrupted, AuthError) as error:  # its desk would have taken the note away: another may listen there now
+        if token or not _is_over(directory, error):
+            raise
+        raise Interrupted(f"run {directory.name!r} is over: it was killed ({error})") from None
+
+
+class Outsider:
+    """One who looks into a run. A context manager; `close` leaves."""
+
+    def __init__(self, address: str, token: str, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._token = token
+        first = Line(address, token, limit_s)
+        self._welcome = first.welcome
+        desks = self._welcome.desks
+        if len(desks) == 1:  # it may have been reached by another name, such as that of a tunnel
+            self._lines = [first]
+        else:
+            self._lines = [first if desk == address else Line(desk, token, limit_s) for desk in desks]
+        if first not in self._lines:
+            first.close()
+        self._asking = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The run's."""
+        return self._welcome.name
+
+    @property
+    def strategy(self) -> str:
+        """The run's, in words."""
+        return self._welcome.strategy
+
+    # ---- weights
+
+    def versions(self) -> tuple[int, ...]:
+        """The version of each server that holds weights."""
+        self._check_servers()
+        with self._asking:
+            return tuple(s.version for s in self._standings() if s.serves)
+
+    def weights(self, *, newer_than: int = -1) -> Weights | None:
+        """The parameters as the servers hold them now; None where their version is not higher than `newer_than`.
+
+        In sync they are of one version. Buffers, such as those of batch norm, and parameters that no optimizer has are
+        not with the servers.
+        """
+        self._check_servers()
+        deadline = time.monotonic() + self.limit_s
+        ahead, why = 0, "its script has not called run.optimizer yet"
+        with self._asking:
+            while True:
+                standings = self._standings()
+                serving = [line for line, s in zip(self._lines, standings) if s.serves]
+                versions = [s.version for s in standings if s.serves]
+                if versions and min(versions) <= newer_than:
+                    return None
+                if serving:
+                    at = -1
+                    if len(serving) > 1 and all(s.sync for s in standings):
+                        at = max(versions) + ahead
+                    wait_s = min(1.0 if at > max(versions) else 2.0, max(0.0, deadline - time.monotonic()))
+                    pinned = [_pinned(answer) for answer in self._all(v.Pin(at=at, limit_s=wait_s), serving)]
+                    placed = _placed(pinned)
+                    if placed is not None:
+                        return self._read(serving, pinned, placed)
+                    # In sync all are at the same version only for a moment; one that is to come is waited for by all.
+                    ahead = (2 * ahead or 1) % 64
+                    why = "its servers were never at the same version"
+                if time.monotonic() > deadline:
+                    raise TimedOut(f"no weights of run {self.name!r} within {self.limit_s:g} s: {why}")
+                time.sleep(_PAUSE_S)
+
+    def _check_servers(self) -> None:
+        if not self._welcome.servers:
+            raise ConfigError(
+                f"run {self.name!r} is trained by {self.strategy}, where no server holds the weights: read a "
+                "checkpoint instead, or train with --strategy sync, bounded or async. Watching and uploading work"
+            )
+
+    def _standings(self) -> list[v.Standing]:
+        return [expect(answer, v.Standing) for answer in self._all(v.Look(), self._lines)]
+
+    def _all(self, message: v.ToDesk, lines: list[Line]) -> list[v.FromDesk]:
+        """Ask several desks at once."""
+        for line in lines:
+            line.say(message)
+        answers: list[v.FromDesk] = []
+        for line in lines:
+            try:
+                answers.append(line.hear())
+            except Interrupted as error:  # the others' answers are read all the same
+                line.close()
+                answers.append(v.refused(Interrupted(self._lost(error))))
+        return answers
+
+    def _read(self, lines: list[Line], pinned: list[v.Pinned], placed: dict[int, Placement]) -> Weights:
+        tensors = {
+            (number, i): torch.empty(tensor.shape, dtype=tensor.torch_dtype)
+            for number, placement in placed.items()
+            for i, tensor in enumerate(placement.tensors)
+        }
+        for line in lines:
+            line.say(v.Read())
+        for line, answer in zip(lines, pinned):
+            for part in answer.parts:
+                body = torch.empty(part.nbytes, dtype=torch.uint8)
+                try:
+                    line.fill(body)
+                except Interrupted as error:
+                    line.close()
+                    raise Interrupted(self._lost(error)) from None
+                chunks = placed[part.table].of(part.server)
+                for at, chunk in zip(offsets(chunks), chunks):
+                    flat = body[at : at + chunk.nbytes]
+                    for piece in chunk.pieces:
+                        whole = tensors[part.table, piece.tensor].view(-1)
+                        size = whole.element_size()
+                        values = flat[piece.at * size : (piece.at + piece.numel) * size]
+                        whole[piece.start : piece.stop].view(torch.uint8).copy_(values)
+        found = Weights()
+        for (number, i), tensor in tensors.items():
+            name = placed[number].tensors[i].name
+            found[name if name not in found else f"table{number}.{name}"] = tensor
+        found.versions = tuple(answer.version for answer in pinned)
+        found.version = min(found.versions)
+        found.mixed = any(answer.mixed for answer in pinned) or len(set(found.versions)) > 1
+        return found
+
+    # ---- watching
+
+    def watch(self, every_s: float = 1.0) -> Iterator[Progress]:
+        """How the run is getting on, at once and then about every `every_s` seconds; ends when the run does."""
+        line = Line(self._lines[0].address, self._token, self.limit_s)
+        progress, wait_s = Progress(state="gone"), 0.0
+        with contextlib.closing(line):
+            while True:
+                try:
+                    line.say(v.Watch(wait_s))
+                    progress = expect(line.hear(), Progress)
+                except Interrupted:
+                    progress = msgspec.structs.replace(progress, state="gone")
+                yield progress
+                if progress.state != "running":
+                    return
+                wait_s = min(max(every_s, 0.0), 10.0)
+
+    # ---- samples
+
+    def upload(self, samples: Iterable[Any], *, wait_s: float = 60.0) -> int:
+        """Put samples into the run's input queue, from which `run.uploads()` in its script reads; how many.
+
+        A sample is made of tensors, numbers and words, in tuples, lists and dicts. Where the queue is full this waits,
+        for at most `wait_s` without a single sample being taken; TimedOut then says how many were.
+        """
+        count = 0
+        with self._asking:
+            for some in _bundles(pack(sample) for sample in samples):
+                count = self._put(some, count, wait_s)
+        return count
+
+    def finish_uploads(self) -> None:
+        """No more samples will come, from nobody: what waits is trained, then `run.uploads()` ends."""
+        with self._asking:
+            self._samples_said(v.Finish(), 0)
+
+    def _put(self, samples: list[bytes], before: int, wait_s: float) -> int:
+        deadline = time.monotonic() + wait_s
+        while samples:
+            taken = self._samples_said(v.Upload(samples), before)
+            if taken.count:
+                deadline = time.monotonic() + wait_s
+            before += taken.count
+            samples = samples[taken.count :]
+            if samples and time.monotonic() > deadline:
+                raise TimedOut(
+                    f"run {self.name!r} took no more samples for {wait_s:g} s, after {before} of this upload: "
+                    f"{taken.why}"
+                )
+        return before
+
+    def _samples_said(self, message: v.Upload | v.Finish, before: int) -> v.Taken:
+        line = self._lines[0]
+        try:
+            line.say(message)
+            return expect(line.hear(), v.Taken)
+        except ConfigError as error:  # the desk has hung up
+            line.close()
+            raise ConfigError(f"{error} ({before} samples of this upload were taken before)") from None
+        except Interrupted as error:
+            line.close()
+            raise Interrupted(f"{self._lost(error)}; at least {before} samples of this upload were taken") from None
+
+    # ---- inside
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+
+    def __enter__(self) -> Outsider:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _lost(self, error: Exception) -> str:
+        return f"run {self.name!r} is over, or cannot be reached any more: {error}"
+
+
+def _bundles(samples: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Samples in messages of moderate size."""
+    bundle: list[bytes] = []
+    size = 0
+    for sample in samples:
+        if len(sample) > v.MAX_VISIT_BYTES - 64:
+            raise ConfigError(f"a sample of {len(sample)} bytes is longer than {v.MAX_VISIT_BYTES - 64}: cut it")
+        if bundle and (size + len(sample) > _BUNDLE_BYTES or len(bundle) == _BUNDLE):
+            yield bundle
+            bundle, size = [], 0
+        bundle.append(sample)
+        size += len(sample)
+    if bundle:
+        yield bundle
+
+
+def _pinned(answer: v.FromDesk) -> v.Pinned:
+    if isinstance(answer, v.Refused) and answer.kind == "TimedOut":
+        return v.Pinned(version=-1)
+    return expect(answer, v.Pinned)
+
+
+def _placed(pinned: list[v.Pinned]) -> dict[int, Placement] | None:
+    """Where everything lies, by table; None where something is missing."""
+    if any(not answer.parts for answer in pinned):
+        return None
+    parts = [part for answer in pinned for part in answer.parts]
+    placed = {p.table: place(p.tensors, p.servers, cut=p.cut, view=p.view) for p in parts}
+    for number, placement in placed.items():
+        here = {part.server for part in parts if part.table == number}
+        if not {chunk.server for chunk in placement.chunks} <= here:
+            return None
+    return placed
+
+
+def _directory(where: str) -> Path:
+    for directory in (Path(where), Path("runs") / where):
+        if directory.is_dir():
+            return directory
+    names = sorted(path.parent.name for path in Path("runs").glob("*/status"))
+    known = nearest(where, names) if names else "there are no runs in ./runs"
+    raise ConfigError(f'connect("{where}"): no such run here: {known}; from elsewhere give "host:port" and token=')
+
+
+def _why_no_desk(directory: Path) -> str:
+    said = status.read(directory / "status" / "rank-0", 0)
+    if said and (said.what in ("finished", "left early") or said.what.startswith("failed")):
+        return f"run {directory.name!r} is over ({said.what}): its checkpoints have the weights"
+    return (
+        f"run {directory.name!r} has no desk: it has only begun, or it is a run of one process, which has none; start "
+        "it with paceline run -n 2 or more, or wait until its members have met"
+    )
+
+
+def _is_over(directory: Path, error: PacelineError) -> bool:
+    return isinstance(error, AuthError) or "nobody listens" in str(error)
