@@ -2,10 +2,10 @@
 
 One process, no sockets, no sleep. Gradients, shard, gate, corrections and optimizer are the real ones; what is emulated
 is time. Workers are events in a queue: a worker's compute takes as long as its delay says, then its push waits for the
-server, which takes `push_s` for one push and its pull, one after another. The worker computes its gradient with the
+server, which takes `push` for one push and its pull, one after another. The worker computes its gradient with the
 weights that it was sent, and gets the next ones when the shard says that they are ready for it, as over the network.
 
-    computed ──▶ the server is free, push_s later ──▶ shard.part ──▶ ready: these weights are sent ──▶ computes ...
+    computed ──▶ the server is free, a push later ──▶ shard.part ──▶ ready: these weights are sent ──▶ computes ...
 
 Samples of an epoch are dealt to whoever comes next. The data is Debian's dataset-fashion-mnist, or the same files in
 BENCH_DATA. The model is a CNN of 106,000 parameters, small enough for one core.
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from bench import _delays
 from bench import _network_accuracy as fashion
-from bench.team import Team, TeamError, serve
+from bench.team import Team, serve
 from paceline.core.errors import ConfigError
 from paceline.server.messages import Push, Rule
 from paceline.server.placement import Tensor as Placed
@@ -52,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weight_decay: float = 0.0
     batch: int = 32
     epochs: float = 4.0
-    push_s: float = 0.0
+    push: float = 0.0  # and its pull, at the server
     target: float = 0.0
     seed: int = 0
     device: str = "cpu"
@@ -112,7 +112,7 @@ class Simulation:
             self._go(rank)
         while done < total:
             came, _, rank = heapq.heappop(self._events)
-            self.now = max(self.now, came) + plan.push_s
+            self.now = max(self.now, came) + plan.push
             try:
                 self._push(rank, total)
             except ConfigError as error:  # a gradient that is not finite
@@ -198,7 +198,7 @@ def run_all(plans: Sequence[Plan], jobs: int, say: Callable[[Plan, Outcome], Non
     for index in range(len(plans)):
         waiting.put(index)
     found: dict[int, Outcome] = {}
-    errors: list[TeamError] = []
+    errors: list[Exception] = []
 
     def work() -> None:
         try:
@@ -211,7 +211,7 @@ def run_all(plans: Sequence[Plan], jobs: int, say: Callable[[Plan, Outcome], Non
                     answer = team.call("simulate", plan=msgspec.to_builtins(plans[index]))[0]
                     found[index] = msgspec.convert(answer, Outcome)
                     say(plans[index], found[index])
-        except TeamError as error:
+        except Exception as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(min(jobs, len(plans)))]

@@ -32,7 +32,9 @@ def set_up(way: str) -> None:
     cluster = {"ps": [first], "worker": [second, third], "chief": [own]}
     tasks = [("ps", 0), ("worker", 0), ("worker", 1)]
     _held["servers"] = [
-        subprocess.Popen([sys.executable, "-m", "bench.peers.tensorflow_server", json.dumps([cluster, *task])])
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.peers.tensorflow_server", json.dumps([os.getpid(), cluster, *task])]
+        )
         for task in tasks
     ]
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -82,7 +84,9 @@ if __name__ == "__main__":
         import signal
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # no server outlives a killed benchmark
-        cluster, job, task = json.loads(sys.argv[1])
+        parent, cluster, job, task = json.loads(sys.argv[1])
+        if os.getppid() != parent:
+            sys.exit(1)  # it was gone before that
         tf.distribute.Server(tf.train.ClusterSpec(cluster), job_name=job, task_index=task, protocol="grpc").join()
     serve({"set_up": set_up, "block": block, "cpu": cpu, "finish": finish}, rank=0)
     os._exit(0)  # the coordinator's threads would wait for the servers
