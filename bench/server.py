@@ -104,7 +104,7 @@ def _measure(way: str, options: argparse.Namespace) -> tuple[dict[str, list[floa
                 stack.callback(peer.call, "finish")
                 spent[name] = []
                 sides[name] = functools.partial(_block, peer, spent[name])
-                sides[name](20)  # what the first steps allocate, later ones use again
+                sides[name](10)  # what the first steps allocate, later ones use again
         times = interleave(sides, repeats=5 if options.quick else 15, block_s=0.8, limit_s=12 if options.quick else 240)
         team.call("finish")
     count = len(times["ours"])
