@@ -133,7 +133,7 @@ class Simulation:
         heapq.heappush(self._events, (self.now + self._delay(rank, self.now), next(self._ties), rank))
 
     def _push(self, rank: int, total: int) -> None:
-        warm = max(1, total // 20)
+        warm = max(1, total // 10)
         lr = self.plan.lr * min(1.0, (self._begun + 1) / warm) * 0.5 * (1 + math.cos(math.pi * self._begun / total))
         gradient = self._gradient(rank)
         self._begun += 1

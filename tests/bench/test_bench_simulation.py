@@ -36,7 +36,7 @@ def _plain(plan: Plan, together: int) -> list[torch.Tensor]:
     total = round(plan.epochs * 256 / plan.batch)
     order = fashion._order(256, 1000 * plan.seed)
     for first in range(0, total, together):
-        warm = max(1, total // 20)
+        warm = max(1, total // 10)
         share = min(1.0, (first + 1) / warm) * 0.5 * (1 + math.cos(math.pi * first / total))
         optimizer.param_groups[0]["lr"] = plan.lr * share
         x, y = fashion._batch("train", order[first * plan.batch : (first + together) * plan.batch])
