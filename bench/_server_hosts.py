@@ -35,41 +35,44 @@ from paceline.transport.channel import _tune
 from paceline.transport.group import Group
 from paceline.transport.wires import Wires
 
-SHAPES = [(1024, 4096), (4096,), (4096, 4096), (4096,), (4096, 1024), (1024,)]  # 25.2M
+QUICK = "BENCH_QUICK" in os.environ
+SHAPES = [(1024, 4096), (4096,)] + ([] if QUICK else [(4096, 4096), (4096,), (4096, 1024), (1024,)])  # 4.2M or 25.2M
 NBYTES = 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
 SGD = {"lr": 1e-6}
 RANK, SIZE = int(os.environ.get("BENCH_RANK", "0")), int(os.environ.get("BENCH_SIZE", "1"))
 TOKEN = "a token of the benchmark"
 PORT = 29700
+BLOCK_S = 0.8
 
 
 def add_figures(report: Report, *, quick: bool) -> None:
     """Measure; where hosts cannot be made, say so."""
     repeats = 3 if quick else 9
+    env = {"BENCH_QUICK": "1"} if quick else {}
     if reason := Hosts.missing():
         report.note(f"no hosts: {reason}")
     else:
-        with Hosts(2, rate="1gbit") as hosts, _on_hosts(hosts) as team:
-            team.call("set_up", described=team.call("describe"), gate="async", colocated=False)
+        with Hosts(2, rate="1gbit") as hosts, _on_hosts(hosts, env) as team:
+            nbytes = team.call("set_up", described=team.call("describe"), gate="async", colocated=False)[0]
             sides = {name: _side(team, name) for name in ("push", "sockets")}
-            times = interleave(sides, repeats=repeats, block_s=1.0, limit_s=60.0)
+            times = interleave(sides, repeats=repeats, block_s=BLOCK_S, limit_s=60.0)
             team.call("finish")
         figure = compare("link_share_1gbit", times["push"], times["sockets"], goal=">= 0.9")
         report.add(figure)
-        carried = NBYTES / statistics.median(times["sockets"]) / 125e6
+        carried = nbytes / statistics.median(times["sockets"]) / 125e6
         report.note(f"plain sockets carry {carried:.3f} of 1 Gbit/s in each direction, both at once")
         for count in (2,) if quick else (2, 4):
-            with Hosts(count, rate="1gbit") as hosts, _on_hosts(hosts) as team:
+            with Hosts(count, rate="1gbit") as hosts, _on_hosts(hosts, env) as team:
                 name = "colocated_over_ring" if count == 2 else f"colocated_over_ring_{count}"
                 report.add(_colocated(team, name, repeats, "<= 1.1"))
-    with _on_one_host(2) as team:
+    with _on_one_host(2, env) as team:
         report.add(_colocated(team, "colocated_over_ring_one_host", repeats, ""))
 
 
 def _colocated(team: Team, name: str, repeats: int, goal: str) -> Figure:
     team.call("set_up", described=team.call("describe"), gate="sync", colocated=True)
     sides = {side: _side(team, side) for side in ("push", "ring")}
-    times = interleave(sides, repeats=repeats, block_s=1.0, limit_s=60.0)
+    times = interleave(sides, repeats=repeats, block_s=BLOCK_S, limit_s=60.0)
     team.call("finish")
     return compare(name, times["push"], times["ring"], goal=goal, ratio=lambda ours, ring: ours / ring)
 
@@ -78,19 +81,20 @@ def _side(team: Team, name: str) -> Callable[[int], float]:
     return lambda steps: team.slowest(name, steps=steps)
 
 
-def _on_hosts(hosts: Hosts) -> Team:
-    return _team([(["ip", "netns", "exec", space], f"h{i}", hosts.ips[i]) for i, space in enumerate(hosts._spaces)])
+def _on_hosts(hosts: Hosts, env: dict[str, str]) -> Team:
+    places = [(["ip", "netns", "exec", space], f"h{i}", hosts.ips[i]) for i, space in enumerate(hosts._spaces)]
+    return _team(places, env)
 
 
-def _on_one_host(count: int) -> Team:
-    return _team([([], "one", "127.0.0.1")] * count)
+def _on_one_host(count: int, env: dict[str, str]) -> Team:
+    return _team([([], "one", "127.0.0.1")] * count, env)
 
 
-def _team(places: list[tuple[list[str], str, str]]) -> Team:
+def _team(places: list[tuple[list[str], str, str]], more: dict[str, str]) -> Team:
     commands = []
     for rank, (prefix, host, ip) in enumerate(places):
         env = {"BENCH_RANK": str(rank), "BENCH_SIZE": str(len(places)), "BENCH_HOST": host, "BENCH_ADDRESS": ip}
-        env |= {"BENCH_FIRST": places[0][2], "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **HUGE_PAGES}
+        env |= {"BENCH_FIRST": places[0][2], "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **HUGE_PAGES, **more}
         commands.append(([*prefix, sys.executable, "-m", "bench._server_hosts"], env))
     return Team(len(places), commands, limit_s=300.0)
 
@@ -106,7 +110,8 @@ def describe() -> str:
     return msgspec.json.encode(_held["wires"].describe(RANK, os.environ["BENCH_HOST"])).decode()
 
 
-def set_up(described: list[str], gate: str, colocated: bool) -> None:
+def set_up(described: list[str], gate: str, colocated: bool) -> int:
+    """Join the others, and open a table; how many bytes it has."""
     wires: Wires = _held["wires"]
     everyone = tuple(msgspec.json.decode(text, type=Member) for text in described)
     wires.join(View(number=1, members=everyone), RANK, limit_s=60.0, status=Status(None))
@@ -129,6 +134,7 @@ def set_up(described: list[str], gate: str, colocated: bool) -> None:
     _held["flat"] = torch.randn(NBYTES // 4) * 1e-3
     if not colocated:
         _held["socket"] = _plain_socket()
+    return NBYTES
 
 
 def push(steps: int) -> float:

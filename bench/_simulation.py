@@ -158,7 +158,8 @@ class Simulation:
     def _dealt(self) -> Tensor:
         count = len(fashion._data("train")[1])
         epoch, number = divmod(self._begun, count // self.plan.batch)
-        order = fashion._order(count, 1000 * self.plan.seed + epoch)
+        with torch.device("cpu"):  # the same order whatever the device
+            order = fashion._order(count, 1000 * self.plan.seed + epoch)
         return order[number * self.plan.batch : (number + 1) * self.plan.batch]
 
     def _use(self, flat: Tensor) -> None:
@@ -187,6 +188,8 @@ def simulate(plan: dict[str, Any]) -> dict[str, Any]:
     """Run a plan."""
     made = msgspec.convert(plan, Plan)
     fashion.DEVICE = made.device
+    for part in ("train", "t10k"):
+        fashion._data(part)
     with torch.device(made.device):
         found: dict[str, Any] = msgspec.to_builtins(Simulation(made).run())
     return found

@@ -37,6 +37,7 @@ from bench import _server_hosts
 from bench.harness import Figure, Report, arguments, compare, interleave
 from bench.team import Team, serve
 from bench.workers import wires
+from paceline.launch.local import HUGE_PAGES
 from paceline.server import messages
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect
@@ -98,7 +99,7 @@ def _measure(way: str, options: argparse.Namespace) -> tuple[dict[str, list[floa
         for name in WAYS[way]:
             if python := getattr(options, f"{name}_python"):
                 shapes = ",".join("x".join(map(str, shape)) for shape in SHAPES)
-                env = {"BENCH_SHAPES": shapes, "BENCH_LR": str(SGD["lr"])}
+                env = {"BENCH_SHAPES": shapes, "BENCH_LR": str(SGD["lr"]), **HUGE_PAGES}
                 peer = Team(1, [([python, "-m", f"bench.peers.{name}_server"], env)], limit_s=300.0)
                 stack.enter_context(peer).call("set_up", way=way)
                 stack.callback(peer.call, "finish")
