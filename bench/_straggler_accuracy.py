@@ -22,7 +22,7 @@ from bench.harness import Figure, Report, short
 
 TARGET = 0.87
 TRIALS = (  # momentum, rate
-    (0.9, 0.01), (0.9, 0.05), (0.9, 0.1), (0.5, 0.05), (0.5, 0.1), (0.0, 0.05), (0.0, 0.1), (0.0, 0.2),
+    (0.9, 0.01), (0.9, 0.05), (0.9, 0.1), (0.9, 0.2), (0.5, 0.05), (0.5, 0.1), (0.0, 0.05), (0.0, 0.1), (0.0, 0.2),
 )  # fmt: skip
 CASES = {  # of a figure: delays, ours
     "async_steady": ("steady", "async"),
