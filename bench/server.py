@@ -1,19 +1,29 @@
 """A parameter server: one server and two workers of one host, 25M float32 parameters, push + SGD + pull.
 
-  speedup_tcp    over TCP: time of a step with torch RPC over TCP / ours
-  speedup_shm    through shared memory: time of a step with torch RPC's own shared memory / ours
-  cpu_tcp, cpu_shm
-                 processor seconds of all three processes in a step: torch RPC's / ours
+  speedup_tcp           over TCP: time of a step with the best of the peers / ours
+  speedup_tcp_PEER      the same for each peer: torch RPC, Ray's actors, TensorFlow's ParameterServerStrategy
+  speedup_shm           through shared memory: time of a step with torch RPC's own shared memory / ours
+  speedup_shm_ray       the same for Ray's object store
+  cpu_tcp, cpu_shm, cpu_WAY_PEER
+                        processor seconds of all processes in a step: torch RPC's, or a peer's / ours
+  link_share_1gbit      server and worker on two hosts, 1 Gbit/s: what a push and its pull, at once, carry in each
+                        direction / what plain sockets carry there in both directions at once
+  colocated_over_ring   two hosts, 1 Gbit/s, a shard with each worker: time of a step of sync / of the ring's all-reduce
+                        of the same gradients; colocated_over_ring_4 between four hosts, _one_host through shared memory
 
 Both workers push as fast as they get weights back, and nobody waits for anybody (async). The RPC server is the pattern
 of PyTorch's tutorials: the worker calls a method of the server with its gradients and gets the weights; the server
-applies them under a lock. Both apply with torch.optim.SGD.
+applies them under a lock. Both apply with torch.optim.SGD. Ray and TensorFlow live in environments of their own
+(`peers/`), and are left out where they are not named. Hosts need root, and are left out without (`_server_hosts`).
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import os
+import statistics
 import sys
 import threading
 import time
@@ -23,9 +33,11 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 
-from bench.harness import Figure, Report, arguments, compare, interleave, middle, short
+from bench import _server_hosts
+from bench.harness import Figure, Report, arguments, compare, interleave
 from bench.team import Team, serve
 from bench.workers import wires
+from paceline.launch.local import HUGE_PAGES
 from paceline.server import messages
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect
@@ -39,35 +51,78 @@ RANK = int(os.environ.get("BENCH_RANK", "0"))  # 0 is the server
 RPC = {"tcp": (["uv"], ["basic", "mpt_uv"]), "shm": (["shm", "uv"], ["cma", "basic", "mpt_uv"])}
 
 
+GOALS = {"tcp": ">= 2", "shm": ">= 1.5"}
+WAYS = {"tcp": ("ray", "tensorflow"), "shm": ("ray",)}  # which peers know them, beside torch RPC
+
+
 def main() -> None:
     if "--worker" in sys.argv:
         serve(FUNCTIONS)
         return
-    options = arguments(__doc__)
+    options = arguments(__doc__, _options)
     report = Report("bench.server")
-    for way, goal in (("tcp", ">= 2"), ("shm", ">= 1.5")):
-        with Team.of(3, "bench.server", limit_s=300.0) as team:
-            team.call("set_up", way=way)
-            spent: dict[str, list[float]] = {"ours": [], "rpc": []}
-            repeats = 5 if options.quick else 15
-            sides = {side: functools.partial(_block, team, side, spent[side]) for side in spent}
-            times = interleave(sides, repeats=repeats, block_s=0.8, limit_s=12 if options.quick else 120)
-            team.call("finish")
-        report.add(compare(f"speedup_{way}", times["ours"], times["rpc"], goal=goal))
-        count = len(times["ours"])
-        ratios = [b / a for a, b in zip(spent["ours"][-count:], spent["rpc"][-count:])]
-        low, high = middle(ratios)
-        value = sorted(ratios)[len(ratios) // 2]
-        report.add(Figure(name=f"cpu_{way}", value=value, spread=f"{short(low)} .. {short(high)}"))
-        report.extra[f"steps_per_s_{way}"] = 2 / sorted(times["ours"])[count // 2]
+    for way in WAYS:
+        times, spent = _measure(way, options)
+        best = min((name for name in times if name != "ours"), key=lambda name: statistics.median(times[name]))
+        chosen = best if way == "tcp" else "rpc"
+        figure = compare(f"speedup_{way}", times["ours"], times[chosen], goal=GOALS[way])
+        report.add(_with_peer(figure, chosen))
+        report.add(_with_peer(compare(f"cpu_{way}", spent["ours"], spent["rpc"]), "rpc"))
+        for name in times:
+            if name not in ("ours", chosen):
+                report.add(_with_peer(compare(f"speedup_{way}_{name}", times["ours"], times[name]), name))
+            if name not in ("ours", "rpc"):
+                report.add(_with_peer(compare(f"cpu_{way}_{name}", spent["ours"], spent[name]), name))
+        report.extra[f"steps_per_s_{way}"] = 2 / statistics.median(times["ours"])
+        report.extra |= {f"step_ms_{way}_{name}": 1e3 * statistics.median(taken) for name, taken in times.items()}
+    for name in ("ray", "tensorflow"):
+        if not getattr(options, f"{name}_python"):
+            report.note(f"no {name}: install bench/peers/{name}.txt somewhere and name it with --{name}-python")
     report.note("a step is one of each of two workers; steps_per_s in the JSON counts both workers' steps")
+    _server_hosts.add_figures(report, quick=options.quick)
     report.finish(options.json)
 
 
-def _block(team: Team, side: str, spent: list[float], steps: int) -> float:
+def _options(parser: argparse.ArgumentParser) -> None:
+    for name in ("ray", "tensorflow"):
+        default = os.environ.get(f"BENCH_{name.upper()}_PYTHON", "")
+        parser.add_argument(f"--{name}-python", metavar="PATH", default=default, help=f"of an environment with {name}")
+
+
+def _measure(way: str, options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of a step, and processor seconds, of all sides."""
+    with contextlib.ExitStack() as stack:
+        team = stack.enter_context(Team.of(3, "bench.server", limit_s=300.0))
+        team.call("set_up", way=way)
+        spent: dict[str, list[float]] = {"ours": [], "rpc": []}
+        sides = {side: functools.partial(_block, team, spent[side], side=side) for side in spent}
+        for name in WAYS[way]:
+            if python := getattr(options, f"{name}_python"):
+                shapes = ",".join("x".join(map(str, shape)) for shape in SHAPES)
+                env = {"BENCH_SHAPES": shapes, "BENCH_LR": str(SGD["lr"]), **HUGE_PAGES}
+                peer = Team(1, [([python, "-m", f"bench.peers.{name}_server"], env)], limit_s=300.0)
+                stack.enter_context(peer).call("set_up", way=way)
+                stack.callback(peer.call, "finish")
+                spent[name] = []
+                sides[name] = functools.partial(_block, peer, spent[name])
+                sides[name](10)  # what the first steps allocate, later ones use again
+        times = interleave(sides, repeats=5 if options.quick else 15, block_s=0.8, limit_s=12 if options.quick else 240)
+        team.call("finish")
+    count = len(times["ours"])
+    return times, {name: found[-count:] for name, found in spent.items()}
+
+
+def _with_peer(figure: Figure, name: str) -> Figure:
+    told = f"{name} {figure.peer}"
+    return Figure(
+        name=figure.name, value=figure.value, ours=figure.ours, peer=told, spread=figure.spread, goal=figure.goal
+    )
+
+
+def _block(team: Team, spent: list[float], steps: int, **arguments: Any) -> float:
     """Seconds for so many steps; the processor's seconds in a step go to `spent`."""
     before = sum(team.call("cpu"))
-    seconds = team.slowest("block", side=side, steps=steps)
+    seconds = team.slowest("block", steps=steps, **arguments)
     spent.append((sum(team.call("cpu")) - before) / steps)
     return seconds
 

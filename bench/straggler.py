@@ -7,7 +7,15 @@
                        the same / the sum of what each would make if a push took no time
   bounded_over_sync    each worker is 5 times slower for a random tenth of the time: steps/s with
                        bounded(staleness=8) / in sync
-  async_over_sync      the same for async
+  bounded_over_sync_by_step
+                       the same where a random tenth of each worker's steps is 5 times slower
+  async_over_sync, async_over_sync_by_step
+                       the same for async
+  *_free               what these would be if a push took no time; see `_delays` for why the first cannot exceed 1.27
+  time_to_accuracy_async_steady, _bounded_transient, _bounded_by_step
+                       Fashion-MNIST, in virtual time (`_straggler_accuracy`): sync's time to the target accuracy / ours
+  accuracy_gap_points_async_steady, ...
+                       points that ours ends behind sync after as many samples, with the interval of 95 %
 
 A model of 1.2M parameters; a step of a worker at full speed sleeps 40 ms. All modes see the same delays, drawn from the
 seed, the worker and the time.
@@ -15,8 +23,9 @@ seed, the worker and the time.
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +33,8 @@ from typing import Any
 
 import torch
 
+from bench import _delays, _straggler_accuracy
+from bench._delays import SPEEDS
 from bench.harness import Figure, Report, arguments, middle, short
 from bench.team import Team, serve
 from bench.workers import wires
@@ -36,37 +47,60 @@ from paceline.server.service import Service
 RANK = int(os.environ.get("BENCH_RANK", "0"))  # 0 is the server
 WORKERS = 4
 COMPUTE_S = 0.04
-SPEEDS = (1.0, 1.0, 1 / 4, 1 / 10)
-SLOW, SHARE, WINDOW_S = 5.0, 0.1, 0.5  # so many times slower, for this share of windows of this length
 SHAPES = [(1000, 1000), (1000,), (200, 1000)]
 SGD = {"lr": 1e-6}
+BOUNDED = "bounded(staleness=8)"
+MODES = {"steady": ["async", "sync"], "by_time": ["async", BOUNDED, "sync"], "by_step": ["async", BOUNDED, "sync"]}
 
 
 def main() -> None:
     if "--worker" in sys.argv:
         serve(FUNCTIONS)
         return
-    options = arguments(__doc__)
-    seconds, repeats = (3.0, 1) if options.quick else (15.0, 5)
+    options = arguments(__doc__, _options)
     report = Report("bench.straggler")
+    with Team.of(WORKERS + 1, "bench.straggler", limit_s=120.0) as team:
+        if "rates" in options.parts:
+            _add_rates(report, team, quick=options.quick)
+        push_s = 1 / _rate(team, "async", "none", 1.0 if options.quick else 5.0, seed=0, only=1)
+        team.call("finish")
+    if "accuracy" in options.parts:
+        report.note(f"a push and its pull of 1.2M parameters take {1e3 * push_s:.2f} ms alone, and so in virtual time")
+        _straggler_accuracy.add_figures(report, options, push=push_s / COMPUTE_S)
+    report.finish(options.json)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=["rates", "accuracy"], default=["rates", "accuracy"])
+    _straggler_accuracy.add_options(parser)
+
+
+def _add_rates(report: Report, team: Team, *, quick: bool) -> None:
+    seconds, repeats = (1.5, 1) if quick else (12.0, 5)
     rates: dict[tuple[str, str], list[float]] = {}
     for repeat in range(repeats):
-        for delays, gates in (("steady", ["async", "sync"]), ("transient", ["async", "bounded(staleness=8)", "sync"])):
+        for delays, gates in MODES.items():
             for gate in gates if repeat % 2 == 0 else reversed(gates):
-                rates.setdefault((delays, gate), []).append(_rate(gate, delays, seconds, seed=repeat))
-        alone = {s: _rate("async", "steady", seconds, repeat, only=SPEEDS.index(s) + 1) for s in set(SPEEDS)}
+                rates.setdefault((delays, gate), []).append(_rate(team, gate, delays, seconds, seed=repeat))
+        alone = {
+            speed: _rate(team, "async", "steady", seconds, seed=repeat, only=SPEEDS.index(speed) + 1)
+            for speed in set(SPEEDS)
+        }
         rates.setdefault(("steady", "each alone"), []).append(sum(alone[speed] for speed in SPEEDS))
     for gate in ("async", "sync"):
         goal = ">= 0.95" if gate == "async" else ""
         pairs = zip(rates["steady", gate], rates["steady", "each alone"])
         _add(report, f"{gate}_share_of_sum", [a / b for a, b in pairs], goal)
         _add(report, f"{gate}_share_of_sleep", [rate * COMPUTE_S / sum(SPEEDS) for rate in rates["steady", gate]], "")
-    for name, gate, goal in (("bounded", "bounded(staleness=8)", ">= 1.5"), ("async", "async", "")):
-        pairs = zip(rates["transient", gate], rates["transient", "sync"])
-        _add(report, f"{name}_over_sync", [a / b for a, b in pairs], goal)
+    for delays, end in (("by_time", ""), ("by_step", "_by_step")):
+        free = _delays.free_rate(delays, 0)
+        for name, gate, lead, goal in (("bounded", BOUNDED, 8, ">= 1.5"), ("async", "async", float("inf"), "")):
+            pairs = zip(rates[delays, gate], rates[delays, "sync"])
+            _add(report, f"{name}_over_sync{end}", [a / b for a, b in pairs], goal)
+            most = _delays.free_rate(delays, lead) / free
+            report.add(Figure(name=f"{name}_over_sync{end}_free", value=most))
     for (delays, gate), found in rates.items():
         report.note(f"{delays} {gate}: {sorted(found)[len(found) // 2]:.1f} steps/s of all workers")
-    report.finish(options.json)
 
 
 def _add(report: Report, name: str, ratios: list[float], goal: str) -> None:
@@ -75,27 +109,30 @@ def _add(report: Report, name: str, ratios: list[float], goal: str) -> None:
     report.add(Figure(name=name, value=value, spread=f"{short(low)} .. {short(high)}", goal=goal))
 
 
-def _rate(gate: str, delays: str, seconds: float, seed: int, only: int = 0) -> float:
+def _rate(team: Team, gate: str, delays: str, seconds: float, *, seed: int, only: int = 0) -> float:
     """Steps per second of all workers together; or of one of them, while the others do nothing."""
-    with Team.of(WORKERS + 1, "bench.straggler", limit_s=120.0) as team:
-        team.call("set_up", gate=gate)
-        steps = team.call("work", delays=delays, seconds=seconds, seed=seed, only=only)
-        team.call("finish")
+    team.call("set_up", gate=gate)
+    steps = team.call("work", delays=delays, seconds=seconds, seed=seed, only=only)
     return sum(steps) / seconds
 
 
 # ---- in the processes
 
 _held: dict[str, Any] = {}
+_numbers = itertools.count()  # of servers: each has connections of its own
 
 
 def set_up(gate: str) -> None:
+    number = next(_numbers)
     if RANK == 0:
+        if "service" in _held:
+            _held["service"].wait(10.0)
+            _held["service"].close()
         _held["service"] = Service(limit_s=60.0)
         for rank in range(1, WORKERS + 1):
-            _held["service"].attach(connect(wires(), rank, 0))
+            _held["service"].attach(connect(wires(), rank, number))
         return
-    _held["client"] = Client(RANK, [connect(wires(), 0, 0)], limit_s=60.0)
+    _held["client"] = Client(RANK, [connect(wires(), 0, number)], limit_s=60.0)
     tensors = [Tensor(f"p{i}", shape, "float32", 0) for i, shape in enumerate(SHAPES)]
     rule = messages.Rule(optimizer="SGD", groups=[SGD], gate=gate)
     _held["table"] = _held["client"].open([(t, torch.zeros(t.shape)) for t in tensors], rule)
@@ -110,19 +147,14 @@ def work(delays: str, seconds: float, seed: int, only: int) -> int:
         return 0
     table, gradients = _held["table"], [torch.ones(shape) * 1e-3 for shape in SHAPES]
     table.pull()
+    delay = _delays.delay(delays, seed)
     began, steps = time.monotonic(), 0
     while (now := time.monotonic() - began) < seconds:
-        time.sleep(COMPUTE_S * _slowness(delays, seed, now))
+        time.sleep(COMPUTE_S * delay(RANK - 1, now / COMPUTE_S))
         table.push(gradients, [SGD])
         steps += 1
     _held["client"].close()  # those who are still under way do not wait for this one
     return steps
-
-
-def _slowness(delays: str, seed: int, now: float) -> float:
-    if delays == "steady":
-        return 1 / SPEEDS[RANK - 1]
-    return SLOW if random.Random(f"{seed} {RANK} {now // WINDOW_S}").random() < SHARE else 1.0
 
 
 def finish() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import overhead
+from bench import _network_accuracy, overhead
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = {
@@ -17,7 +17,8 @@ FIGURES = {
     "step": {"speedup_mlp", "speedup_cnn", "speedup_gpt"},
     "overhead": {"overhead_cnn", "overhead_gpt", "memory_over_ddp"},
     "server": {"speedup_tcp", "speedup_shm", "cpu_tcp"},
-    "straggler": {"async_share_of_sum", "bounded_over_sync"},
+    "straggler": {"async_share_of_sum", "bounded_over_sync", "bounded_over_sync_by_step", "bounded_over_sync_free"},
+    "corrections": {"accuracy_none_4", "accuracy_dana_4", "accuracy_drop_4", "behind_sequential_4"},
     "scaling": {"mlp_efficiency_1", "mlp_ours_1"},
 }
 
@@ -33,6 +34,8 @@ def test_two_members_end_where_one_with_the_doubled_batch_does() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_quick(name: str, tmp_path: Path) -> None:
+    if name == "corrections" and (reason := _network_accuracy.missing()):
+        pytest.skip(reason)
     file = tmp_path / "figures.json"
     command = [sys.executable, "-m", f"bench.{name}", "--quick", "--json", str(file)]
     if name == "allreduce":
