@@ -33,7 +33,8 @@ from paceline.core.errors import ConfigError
 from paceline.server.messages import Push, Rule
 from paceline.server.placement import Tensor as Placed
 from paceline.server.placement import place
-from paceline.server.shard import Shard, room
+from paceline.server.shard import Shard
+from paceline.server.stock import room
 
 LOOKS = 20  # at the test set in an epoch, until the target is reached
 CHANCE = 0.1  # accuracy of a model that has learned nothing
@@ -92,7 +93,7 @@ class Simulation:
         rule = Rule(optimizer="SGD", groups=[self._options(plan.lr)], gate=plan.gate, correct=plan.correct)
         memory = torch.zeros(room(placement.of(0)), dtype=torch.uint8)
         self.shard = Shard(placement, 0, rule, memory, self._ready)
-        self.shard.store(0, first)
+        self.shard.stock.store(0, first)
         self.read = [first.clone() for _ in range(plan.workers)]  # the weights that each worker has
         self.outcome = Outcome()
         self.now = 0.0  # of the server, when it is done with a push
@@ -170,7 +171,7 @@ class Simulation:
 
     def _accuracy(self) -> float:
         """Of the weights on the shard."""
-        self._use(self.shard._weights[0])
+        self._use(self.shard.stock.weights[0])
         right = 0
         with torch.no_grad():
             indices = torch.arange(len(fashion._data("t10k")[1]), device="cpu")

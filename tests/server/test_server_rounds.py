@@ -22,7 +22,8 @@ from paceline.server.connection import pair
 from paceline.server.placement import Tensor, place
 from paceline.server.rounds import Agreement, Rounds
 from paceline.server.service import Service
-from paceline.server.shard import Shard, room
+from paceline.server.shard import Shard
+from paceline.server.stock import room
 from paceline.transport.channel import Channel
 
 SGD: dict[str, Any] = {"lr": 0.5}

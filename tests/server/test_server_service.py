@@ -18,12 +18,13 @@ import torch
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server import messages as m
 from paceline.server import service as service_module
+from paceline.server import session as session_module
 from paceline.server.client import Client, Table
 from paceline.server.connection import Connection, pair
 from paceline.server.placement import Tensor
 from paceline.server.placement import place as place_tensors
 from paceline.server.service import Service
-from paceline.server.shard import optimizer_class
+from paceline.server.stock import optimizer_class
 from paceline.transport.channel import Channel
 
 T = TypeVar("T")
@@ -396,13 +397,13 @@ def test_memory_of_a_server_stays_bounded_under_a_fast_pusher(monkeypatch: pytes
     """One that never waits for weights, and a shard that does not get on."""
     made: list[int] = []
 
-    class Counted(service_module.Buffers):
+    class Counted(session_module.Buffers):
         def take(self, nbytes: int, allowed: int, wanted: Callable[[], bool]) -> torch.Tensor:
             buffer = super().take(nbytes, allowed, wanted)
             made.append(self._made)
             return buffer
 
-    monkeypatch.setattr(service_module, "Buffers", Counted)
+    monkeypatch.setattr(session_module, "Buffers", Counted)
     many = Tensor("p0", (100, 65536), "float32", 0)
     with place(0, 1) as here:
         raw = Raw(here.services[0])

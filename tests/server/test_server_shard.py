@@ -13,7 +13,8 @@ from paceline.core.errors import ConfigError
 from paceline.server.messages import Push, Rule
 from paceline.server.placement import Tensor, place
 from paceline.server.rounds import Rounds
-from paceline.server.shard import Shard, room
+from paceline.server.shard import Shard
+from paceline.server.stock import room
 
 SHAPES = [(30, 5), (7,), (40, 4)]
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.0}
@@ -239,7 +240,7 @@ def test_a_batch_without_samples_changes_nothing() -> None:
 def test_a_piece_without_a_gradient_is_left_alone() -> None:
     table = Table("sync", 2, options={"lr": 0.1, "weight_decay": 0.5})
     for index in range(table.chunks):
-        table.shard.store(index, torch.ones(table.shard.chunks[index].numel))
+        table.shard.stock.store(index, torch.ones(table.shard.chunks[index].numel))
     several = next(i for i, chunk in enumerate(table.shard.chunks) if len(chunk.pieces) > 1)
     for rank, missing in ((0, frozenset({0, 1})), (1, frozenset({0}))):
         table.event(rank)

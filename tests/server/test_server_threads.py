@@ -14,7 +14,8 @@ from paceline.server.client import Client, Table
 from paceline.server.connection import pair
 from paceline.server.placement import Tensor, place
 from paceline.server.service import Service
-from paceline.server.shard import Shard, room
+from paceline.server.shard import Shard
+from paceline.server.stock import room
 
 SGD: dict[str, Any] = {"lr": 1.0}
 

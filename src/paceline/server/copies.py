@@ -81,7 +81,7 @@ class Copies:
         if not self._wishes:
             return
         tables = list(self._service.tables.values())
-        if not tables or not all(table.shard.filled for table in tables):
+        if not tables or not all(table.shard.stock.filled for table in tables):
             return
         standing = self.standing()
         version, sync = standing.version, standing.sync

@@ -41,7 +41,7 @@ class Kept:
         shard, where = self._shard, self._shard.chunks[index].pieces[piece]
         found: dict[str, Any] = {_RATE: self._group(index, piece)["lr"]}
         if self._correction.stage == Stage.GATHER:
-            found[_WEIGHTS] = shard.flat(index)
+            found[_WEIGHTS] = shard.stock.weights[index]
         found |= _apart(self._correction.state_dict(), chunk_key(index), shard.version)
         return {
             name: value[where.at : where.at + where.numel] if isinstance(value, torch.Tensor) else value
@@ -60,7 +60,7 @@ class Kept:
         if value.numel() != where.numel:
             raise ConfigError(f"{value.numel()} values of {name} for a piece of {where.numel}")
         if name == _WEIGHTS:
-            whole = shard.flat(index)
+            whole = shard.stock.weights[index]
         else:
             chunk = self._coming.setdefault(index, {})
             whole = chunk.setdefault(name, torch.zeros(shard.chunks[index].numel, dtype=value.dtype))
@@ -86,7 +86,7 @@ class Kept:
     def _group(self, index: int, piece: int) -> dict[str, Any]:
         """The optimizer's group that a piece is in."""
         number = self._shard.placement.tensors[self._shard.chunks[index].pieces[piece].tensor].group
-        groups = self._shard.optimizers[index].param_groups
+        groups = self._shard.stock.optimizers[index].param_groups
         return next(group for group in groups if group["number"] == number)
 
 

@@ -29,7 +29,7 @@ from paceline.server.desk import read_note
 from paceline.server.line import Line, expect
 from paceline.server.placement import Placement, place
 from paceline.server.samples import pack
-from paceline.server.shard import offsets
+from paceline.server.stock import offsets
 from paceline.server.visits import Progress
 
 _PAUSE_S = 0.05

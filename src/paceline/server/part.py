@@ -16,7 +16,7 @@ from paceline.server import messages as m
 from paceline.server.connection import Block
 from paceline.server.packing import Packer
 from paceline.server.placement import Chunk, Piece, dtype_of
-from paceline.server.shard import offsets, room
+from paceline.server.stock import offsets, room
 from paceline.transport.group import flat_of
 
 if TYPE_CHECKING:

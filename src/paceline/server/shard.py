@@ -1,4 +1,4 @@
-"""A shard: one server's part of a table of parameters, with the optimizer's state for it.
+"""A shard: who pushes to one server's part of a table (`stock`), and who gets which weights when.
 
 Called by one thread, opens nothing and waits for nothing: what comes in are a worker's pushes, part by part, and what
 goes out is `ready(rank, chunk)`: these weights may go to that worker now. So any order of events can be tested.
@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.optim import OPTIMIZERS
 from paceline.server.gates import Together, make_gate
 from paceline.server.kept import MARK, Kept, chunk_key
-from paceline.server.messages import Options, Push, Rule, Standing
-from paceline.server.placement import Chunk, Placement
+from paceline.server.messages import Push, Rule, Standing
+from paceline.server.placement import Placement
+from paceline.server.stock import Stock
 from paceline.staleness import Push as Arrival
 from paceline.staleness import make_corrections
 
-_ALIGN = 64
 _MOST_THREADS = 1024  # of a worker
 _MOST_WORKERS = 1 << 20
 
@@ -50,7 +49,7 @@ class Shard:
     """One server's chunks of a table.
 
     Args:
-        memory: where the weights live; `room` says how much is needed.
+        memory: where the weights live; `stock.room` says how much is needed.
         ready: called when a chunk may go to a worker.
         stands: called where rounds have backups and `standing` may have changed: who knows all shards calls `close`.
         dropped: called with rank, step and reason where a push is dropped that `begin` had taken.
@@ -66,8 +65,9 @@ class Shard:
         stands: Callable[[], None] = lambda: None,
         dropped: Callable[[int, int, str], None] = lambda rank, step, reason: None,
     ) -> None:
+        self.stock = Stock(placement, server, rule, memory)
         self.placement = placement
-        self.chunks = placement.of(server)
+        self.chunks = self.stock.chunks
         self.rule = rule
         self.gate = make_gate(rule.gate)
         self.correction = make_corrections(rule.correct or None)
@@ -90,15 +90,7 @@ class Shard:
         self._ages: dict[int, int] = {}  # by rank, of its last push
         self._seen: dict[int, int] = {}  # versions that workers will name in their next push
         self._waits: dict[int, set[int]] = {}  # by rank: chunks that are due to it
-        self._stored: set[int] = set()  # chunks that have been given weights
         self._summed: set[int] = set()  # chunks of the round under way, in sync without backups
-        self._weights = [_view(memory, at, chunk) for at, chunk in zip(offsets(self.chunks), self.chunks)]
-        self._pieces = [
-            [flat[p.at : p.at + p.numel].view(self._shape(p.tensor, p.numel)) for p in chunk.pieces]
-            for flat, chunk in zip(self._weights, self.chunks)
-        ]
-        self._room = torch.empty(max((c.nbytes for c in self.chunks), default=0), dtype=torch.uint8)
-        self.optimizers = [self._optimizer(i) for i in range(len(self.chunks))]
 
     # ---- who is here
 
@@ -202,12 +194,12 @@ class Shard:
         under = self._under.get(rank)
         if under is None or index != under.parts or index >= len(self.chunks):
             raise ConfigError(f"member {rank} sent part {index} out of turn")
-        if gradient.numel() != self.chunks[index].numel or gradient.dtype != self._weights[index].dtype:
+        if gradient.numel() != self.chunks[index].numel or gradient.dtype != self.stock.weights[index].dtype:
             raise ConfigError(
                 f"member {rank} sent {gradient.numel()} elements for a chunk of {self.chunks[index].numel}"
             )
         if not under.reason and not _finite(gradient):
-            raise ConfigError(f"member {rank} sent a gradient that is not finite, in {self._name(index)}")
+            raise ConfigError(f"member {rank} sent a gradient that is not finite, in {self.stock.name(index)}")
         under.parts += 1
         if self.sync and not under.reason:
             under.kept[index] = gradient, missing
@@ -253,13 +245,13 @@ class Shard:
 
     def weights(self, rank: int, index: int) -> torch.Tensor:
         """What a worker is to get of a chunk now."""
-        weights = sent = self._weights[index]
+        weights = sent = self.stock.weights[index]
         if self._kept:
             self._kept.settle()
         if self.correction and self.correction.reads:
             asks = self._asks.get(rank)
             for worker in self._workers(rank) if asks is None else [_worker(rank, asks)]:
-                sent = self.correction.on_pull(chunk_key(index), weights, worker, self._rate(index))
+                sent = self.correction.on_pull(chunk_key(index), weights, worker, self.stock.rate(index))
         return sent
 
     def pulls(self, rank: int) -> None:
@@ -279,10 +271,6 @@ class Shard:
         self._threads[rank] = max(self._threads.get(rank, 1), thread + 1)
         return True
 
-    def flat(self, index: int) -> torch.Tensor:
-        """The weights of a chunk, where they lie."""
-        return self._weights[index]
-
     def named_version(self, rank: int) -> int:
         """What this worker is to name in its next push."""
         return self._seen[rank]
@@ -294,11 +282,6 @@ class Shard:
     @property
     def sync(self) -> bool:
         return isinstance(self.gate, Together)
-
-    @property
-    def filled(self) -> bool:
-        """Whether all weights have been given."""
-        return len(self._stored) == len(self.chunks)
 
     @property
     def between(self) -> bool:
@@ -313,16 +296,9 @@ class Shard:
 
     # ---- state, for checkpoints
 
-    def store(self, index: int, values: torch.Tensor) -> None:
-        """Set the weights of a chunk."""
-        if values.numel() != self.chunks[index].numel or values.dtype != self._weights[index].dtype:
-            raise ConfigError(f"{values.numel()} values for a chunk of {self.chunks[index].numel}")
-        self._weights[index].copy_(values)
-        self._stored.add(index)
-
     def state(self, index: int, piece: int) -> dict[str, Any]:
         """The optimizer's state of a piece, and what corrections keep of it."""
-        own = dict(self.optimizers[index].state.get(self._pieces[index][piece], {}))
+        own = self.stock.state(index, piece)
         return own | self._kept.of(index, piece) if self._kept else own
 
     def store_state(self, index: int, piece: int, key: str, value: Any) -> None:
@@ -330,10 +306,7 @@ class Shard:
             if self._kept:
                 self._kept.store(index, piece, key, value)
             return
-        p = self._pieces[index][piece]
-        if isinstance(value, torch.Tensor) and value.numel() == p.numel() and value.dim():
-            value = value.view(p.shape).clone()
-        self.optimizers[index].state[p][key] = value
+        self.stock.store_state(index, piece, key, value)
 
     # ---- inside
 
@@ -353,22 +326,11 @@ class Shard:
         if not under.push.weight:
             return
         if under.push.weight != 1.0 or self.correction:
-            gradient = torch.mul(gradient, under.push.weight, out=self._scratch(index))
+            gradient = torch.mul(gradient, under.push.weight, out=self.stock.scratch(index))
         if self.correction:
             arrival = self._arrival(rank, under.push, under.age)
-            gradient = self.correction.on_push(chunk_key(index), gradient, self._weights[index], arrival)
-        self._apply(index, gradient, missing, under.push.groups)
-
-    def _apply(self, index: int, gradient: torch.Tensor, missing: frozenset[int], groups: list[Options]) -> None:
-        optimizer = self.optimizers[index]
-        for group in optimizer.param_groups:
-            group.update(groups[group["number"]])
-        for i, (weights, piece) in enumerate(zip(self._pieces[index], self.chunks[index].pieces)):
-            part = gradient[piece.at : piece.at + piece.numel]
-            weights.grad = None if i in missing else part.view(weights.shape)
-        optimizer.step()
-        for weights in self._pieces[index]:
-            weights.grad = None
+            gradient = self.correction.on_push(chunk_key(index), gradient, self.stock.weights[index], arrival)
+        self.stock.apply(index, gradient, missing, under.push.groups)
 
     def _end(self, rank: int, under: Under) -> None:
         """A push is whole."""
@@ -473,10 +435,10 @@ class Shard:
         if total:
             mean = parts[0][0]
             if len(parts) > 1:
-                mean = torch.mul(mean, pushes[0].weight / total, out=self._scratch(index))
+                mean = torch.mul(mean, pushes[0].weight / total, out=self.stock.scratch(index))
                 for push, (gradient, _) in zip(pushes[1:], parts[1:]):
                     mean.add_(gradient, alpha=push.weight / total)
-            self._apply(index, mean, missing, pushes[0].groups)
+            self.stock.apply(index, mean, missing, pushes[0].groups)
 
     def _round_over(self, contributors: list[int]) -> None:
         self.version += 1
@@ -486,73 +448,10 @@ class Shard:
             self._count(rank, under.push)
             self._seen[rank] = self.version
 
-    def _optimizer(self, index: int) -> torch.optim.Optimizer:
-        kind = optimizer_class(self.rule.optimizer)
-        numbers = [self.placement.tensors[p.tensor].group for p in self.chunks[index].pieces]
-        groups = [
-            {"params": [w for w, n in zip(self._pieces[index], numbers) if n == number], "number": number, **options}
-            for number, options in enumerate(self.rule.groups)
-            if number in numbers
-        ]
-        start = {}
-        if kind is torch.optim.Adagrad:  # its state is made here, and by this argument alone
-            start = {k: v for k, v in self.rule.groups[0].items() if k == "initial_accumulator_value"}
-        try:
-            optimizer: torch.optim.Optimizer = kind(groups, **start)
-        except TypeError:  # one whose rate has no default
-            optimizer = kind(groups, lr=0.0)
-        for group in optimizer.param_groups:
-            group.update(self.rule.groups[group["number"]])
-        return optimizer
-
-    def _scratch(self, index: int) -> torch.Tensor:
-        """Room for the gradients of one chunk, used anew for each."""
-        chunk = self.chunks[index]
-        return _view(self._room, 0, chunk)
-
-    def _shape(self, tensor: int, numel: int) -> tuple[int, ...]:
-        whole = self.placement.tensors[tensor]
-        return whole.shape if whole.numel == numel else (numel,)
-
-    def _rate(self, index: int) -> float:
-        return float(self.optimizers[index].param_groups[0]["lr"])
-
-    def _name(self, index: int) -> str:
-        pieces = self.chunks[index].pieces
-        names = [self.placement.tensors[p.tensor].name for p in pieces]
-        return f"parameter {names[0]!r}" if len(names) == 1 else f"parameters {names[0]!r} to {names[-1]!r}"
-
-
-def room(chunks: list[Chunk]) -> int:
-    """Bytes of memory that the weights of these chunks take."""
-    return offsets(chunks)[-1]
-
-
-def offsets(chunks: list[Chunk]) -> list[int]:
-    """Where each chunk begins in the memory, and the end of all."""
-    places = [0]
-    for chunk in chunks:
-        places.append(places[-1] + -(-chunk.nbytes // _ALIGN) * _ALIGN)
-    return places
-
-
-def optimizer_class(name: str) -> type[Any]:
-    """A class of torch.optim or paceline.optim by its name; nothing else is looked up."""
-    if name in OPTIMIZERS:
-        return OPTIMIZERS[name]
-    kind = getattr(torch.optim, name, None) if name.isidentifier() else None
-    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
-        raise ConfigError(f"{name!r} is no optimizer of torch.optim or paceline.optim")
-    return kind
-
 
 def _worker(rank: int, thread: int) -> int:
     """What corrections know a worker's thread by."""
     return rank + thread * _MOST_WORKERS
-
-
-def _view(memory: torch.Tensor, at: int, chunk: Chunk) -> torch.Tensor:
-    return memory[at : at + chunk.nbytes].view(getattr(torch, chunk.dtype))
 
 
 def _finite(gradient: torch.Tensor) -> bool:

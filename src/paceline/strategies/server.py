@@ -30,7 +30,7 @@ from paceline.server.placement import Tensor
 from paceline.server.pushes import readings_of
 from paceline.server.rounds import agree
 from paceline.server.service import Service
-from paceline.server.shard import optimizer_class
+from paceline.server.stock import optimizer_class
 from paceline.staleness import Correction, make_corrections
 from paceline.strategies.front import Front
 from paceline.strategies.replicas import make_equal, names_of
