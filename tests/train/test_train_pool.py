@@ -24,7 +24,7 @@ from paceline.data import Loader
 from paceline.strategies import AllReduce, Async, Bounded, Strategy, Sync, World
 from paceline.testing.together import together
 from paceline.train.meter import Meter, Scalars
-from paceline.train.pool import Pool
+from paceline.train.pool import Pool, Turns
 from paceline.transport.group import Group, solo
 
 
@@ -258,7 +258,10 @@ def test_ctrl_c_ends_it(run: Any) -> None:
 
 
 def _pool_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("paceline-pool")]
+    mine = [t for t in threading.enumerate() if t.name.startswith("paceline-pool")]
+    for thread in mine:  # that has done its last work may still be about to end
+        thread.join(0.2)
+    return [thread.name for thread in mine if thread.is_alive()]
 
 
 def test_the_cores_are_shared_out_and_given_back(run: Any) -> None:
@@ -437,6 +440,24 @@ def test_a_push_names_what_its_thread_had_read() -> None:
     together(2, body)
     assert min(ages) >= 0
     assert 1.0 < sum(ages) / len(ages) < 12.0
+
+
+def test_turns_are_given_in_the_order_of_asking() -> None:
+    turns, order = Turns(lambda: None), list[int]()
+
+    def take(number: int) -> None:
+        with turns.turn():
+            order.append(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(12)]
+    with turns.turn():
+        for number, thread in enumerate(threads):
+            thread.start()
+            while turns._given < number + 2:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join(20)
+    assert order == list(range(12))
 
 
 def test_scalars_of_many_threads_are_all_counted() -> None:

@@ -63,8 +63,9 @@ class Pool:
         self._replicas = [_replica(model, own_buffers=number == 0) for number in range(threads)]
         self._twins = [list(zip(model.parameters(), replica.parameters())) for replica in self._replicas]
         self._batches = iter(loader)
-        self._drawing, self._stepping = threading.Lock(), threading.Lock()
+        self._drawing, self._stepping = Turns(self._go_on), Turns(self._go_on)
         self._under = 0  # batches that are drawn and not stepped
+        self._at_work = 0  # threads
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._failed_at = 0.0
@@ -80,11 +81,13 @@ class Pool:
         self._meter.threads = len(threads)
         try:
             for thread in threads:
+                with self._changed:
+                    self._at_work += 1
                 thread.start()
-            self._wait(threads, self._world.limit_s)
+            self._wait(self._world.limit_s)
         except KeyboardInterrupt as error:
             self._fail(error)
-            self._wait(threads, _LEAVE_S)
+            self._wait(_LEAVE_S)
         finally:
             self._meter.threads = 1
             torch.set_num_threads(num_threads)  # what a thread sets is also the number for threads that come later
@@ -104,13 +107,13 @@ class Pool:
         self._go_on()
         self._keep_buffers()
 
-    def _wait(self, threads: list[threading.Thread], limit_s: float) -> None:
+    def _wait(self, limit_s: float) -> None:
         """Until all threads have ended, or one has failed and the others do not end."""
-        while left := [thread for thread in threads if thread.is_alive()]:
-            left[0].join(_LOOK_S)
-            if self._error is not None and time.monotonic() - self._failed_at > limit_s:
-                self._error.add_note(f"{len(left)} threads were still at work {limit_s:g} s later, and were left")
-                return
+        with self._changed:  # not Thread.join: where Ctrl-C ends that, Python 3.11 takes the thread for dead
+            while not self._changed.wait_for(lambda: not self._at_work, _LOOK_S):
+                if self._error is not None and time.monotonic() - self._failed_at > limit_s:
+                    self._error.add_note(f"{self._at_work} threads were still at work {limit_s:g} s later: left behind")
+                    return
 
     # ---- in the threads
 
@@ -134,10 +137,14 @@ class Pool:
             if len(self._replicas) > 1:
                 error.add_note(f"in thread {number} of run.in_threads")
             self._fail(error)
+        finally:
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
 
     def _draw(self) -> Batch | None:
         began = time.perf_counter()
-        with self._turn(self._drawing):
+        with self._drawing.turn():
             self._loader.wait_s += time.perf_counter() - began
             for data in self._batches:
                 weight, _ = self._world.tally.take()
@@ -149,7 +156,7 @@ class Pool:
     def _apply(self, passing: Pass) -> None:
         """A step with the gradients of a thread."""
         began = time.perf_counter()
-        with self._turn(self._stepping):
+        with self._stepping.turn():
             self._world.waited_s += time.perf_counter() - began
             twins = self._twins[passing.thread]
             for p, twin in twins:
@@ -166,17 +173,6 @@ class Pool:
                 self._world.passing = None
             for p, _ in twins:
                 p.grad = None
-
-    @contextlib.contextmanager
-    def _turn(self, lock: threading.Lock) -> Iterator[None]:
-        """Whoever holds a lock bounds its own waits; where one has failed, nobody waits for another turn."""
-        while not lock.acquire(timeout=_LOOK_S):
-            self._go_on()
-        try:
-            self._go_on()
-            yield
-        finally:
-            lock.release()
 
     def _go_on(self) -> None:
         if self._error is not None:
@@ -195,6 +191,34 @@ class Pool:
         for name, own in self._model.named_buffers():
             if (buffer := held.get(name)) is not None and buffer is not own:
                 own.copy_(buffer.detach())
+
+
+class Turns:
+    """A lock that is given in the order of asking: with a plain one, a thread may starve and its gradients grow old.
+
+    Whoever has its turn bounds its own waits. `go_on` raises where nobody is to have another turn.
+    """
+
+    def __init__(self, go_on: Callable[[], None]) -> None:
+        self._go_on = go_on
+        self._changed = threading.Condition()
+        self._given = self._over = 0  # tickets; turns that are over
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._changed:
+            ticket = self._given
+            self._given += 1
+            while self._over != ticket:
+                self._changed.wait(_LOOK_S)
+                self._go_on()
+        try:
+            self._go_on()
+            yield
+        finally:
+            with self._changed:
+                self._over += 1
+                self._changed.notify_all()
 
 
 class _Stopped(BaseException):
