@@ -2,8 +2,8 @@
 
 One thread receives a chunk of its push, applies it under the lock of the shards, and sends the weights back; while it
 does, the network carries the chunks before and after. What others' pushes set free, such as the sums of a round, goes
-out through a second thread. What a worker may have in flight is bounded: as many chunks as its buffers hold; then the
-server reads no more from it, and the network holds it back.
+out through a second thread, and so does everything to another host. What a worker may have in flight is bounded: as
+many chunks as its buffers hold; then the server reads no more from it, and the network holds it back.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Session:
         self._out: deque[tuple[bytes, torch.Tensor | None]] = deque()
         self._sending = threading.Lock()
         self._more = threading.Event()  # there is something to send that this worker's own words have not set free
+        self._room = threading.Event()  # something has been sent
         self._over = False  # nothing more is said to this worker
         self._threads = [
             threading.Thread(target=work, name=f"paceline-serve-{self.rank}", daemon=True)
@@ -189,7 +190,14 @@ class Session:
 
     def _do(self, task: Callable[[], None]) -> None:
         self._service.do(self, task)
-        self._send()
+        if not self._channel.encrypted:
+            self._send()
+            return
+        # To another host a chunk takes long: the other thread sends it while this one receives the next.
+        self._more.set()
+        while len(self._out) > _BUFFERS and not self._channel.closed:
+            self._room.wait(_LOOK_S)
+            self._room.clear()
 
     def _end(self, said: bool) -> None:
         self._over = True
@@ -306,6 +314,7 @@ class Session:
                     self._channel.send(head)
                     if body is not None and body.numel():
                         self._channel.send_raw(bytes_of(body))
+                    self._room.set()
             except Interrupted:
                 self._out.clear()
                 self._channel.close()
