@@ -41,7 +41,7 @@ for epoch in run.epochs(int(sys.argv[2])):
     print("SEEN", epoch, run.rank, seen)
 right = run.evaluate(lambda a, b: {"right": (model(a).argmax(1) == b).float()}, torch.utils.data.TensorDataset(x, y))
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-print("PUSHES", run.rank, *run._strategy.readings().values())
+print("PUSHES", run.rank, *(run._strategy.readings().get(k) for k in ("pushes", "dropped_pushes")))
 print("END", run.rank, run.size, digest, f"{right['right']:.3f}")
 """
 
