@@ -259,6 +259,65 @@ def test_what_is_no_flat_float32_is_refused(words: str) -> None:
     for wrong in torch.arange(64), flat.bool(), flat.double(), flat.bfloat16(), flat.view(8, 8), torch.ones(128)[::2]:
         with pytest.raises(ConfigError, match="flat, contiguous float32"):
             codec.encode_into(wrong, None, room, Context())
-    for residual in torch.zeros(63), torch.zeros(64 * codec.rows, dtype=torch.float64):
-        with pytest.raises(ConfigError, match="belong there"):
+        if make_codec(words).agree(flat, None) is not None:
+            with pytest.raises(ConfigError, match="flat, contiguous float32"):
+                codec.agree(wrong, None)
+    numel = 64 * codec.rows
+    for residual in (
+        torch.zeros(numel - 1), torch.zeros(numel, dtype=torch.float64), torch.zeros(8, numel // 8),
+        torch.zeros(2 * numel)[::2], torch.zeros(numel, requires_grad=True), torch.zeros(numel, device="meta"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="belongs there"):
             codec.encode_into(flat, residual, room, Context())
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_rooms_that_cannot_be_written_to_are_refused(words: str, path: str) -> None:
+    codec, x = make_codec(words), made("normal", 5000)
+    size = codec.nbytes(5000)
+    memory = torch.full((2 * size + 64,), 0xA5, dtype=torch.uint8)
+    residual = torch.zeros(codec.rows * 5000)
+    wrong = [
+        memory[: size - 1], memory[:0], memory[: 2 * size : 2], memory[: 2 * size].view(2, size),
+        memory.view(torch.int8), torch.zeros(size), memory.to("meta"),
+    ]  # fmt: skip
+    for out in wrong:
+        with pytest.raises(ConfigError, match=rf"{codec.words.partition('(')[0]}.*torch.empty\({size}, "):
+            codec.encode_into(x, residual, out, Context())
+    assert bool((memory == 0xA5).all())
+    assert not residual.any()
+    assert codec.encode_into(x, residual, memory[:size], Context()) <= size
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_what_cannot_be_added_to_is_refused(words: str, path: str) -> None:
+    codec, numel = make_codec(words), 5000
+    payload = encoded(codec, made("normal", numel))
+    flat = torch.full((numel,), 2.5)
+    for out in (
+        flat.double(), flat.half(), flat.int(), flat.view(50, 100), torch.full((2 * numel,), 2.5)[::2],
+        flat.clone().requires_grad_(),
+    ):  # fmt: skip
+        before = out.detach().clone()
+        with pytest.raises(ConfigError, match="flat, contiguous float32"):
+            codec.decode_add(payload, out)
+        assert torch.equal(out.detach(), before)
+    for wrong in (
+        payload.view(torch.int8), payload.float(), payload.view(1, -1), payload.repeat_interleave(2)[::2],
+        payload.to("meta"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="as a payload"):
+            codec.decode_add(wrong, flat)
+    for other in numel + 4096, 0:  # of another size: what a payload says of itself tells
+        out = torch.full((other,), 2.5)
+        with pytest.raises(PayloadError, match=codec.words.partition("(")[0]):
+            codec.decode_add(payload, out)
+        assert bool((out == 2.5).all())
+
+
+def test_scales_that_members_agreed_on_must_fit() -> None:
+    codec, x = make_codec("quantize(8, shared=True)"), made("normal", 5000)
+    room = torch.empty(codec.nbytes(5000), dtype=torch.uint8)
+    for agreed in torch.ones(4), torch.ones(5, dtype=torch.float64), torch.ones(5, 1):
+        with pytest.raises(ConfigError, match="5 blocks"):
+            codec.encode_into(x, None, room, Context(agreed=agreed))

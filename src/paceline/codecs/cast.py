@@ -7,7 +7,15 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
+from paceline.codecs.codec import (
+    Context,
+    PayloadError,
+    check_decode,
+    check_encode,
+    check_finite,
+    check_length,
+    largest_magnitude,
+)
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import Array, array_of, fused, largest_of_sum
 from paceline.core.errors import ConfigError, nearest
@@ -58,7 +66,7 @@ class Cast:
         return largest * self._relative + _scale(largest, self._largest) * _STEP[self.to]
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         largest, size = largest_of_sum(x, residual), self.nbytes(x.numel())
         check_finite(largest, self)
         scale, head = 0.0, 0
@@ -86,6 +94,7 @@ class Cast:
         return size
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         check_length(payload, self.nbytes(out.numel()), self)
         factor, head = weight, 0
         if not self.adds_as:

@@ -19,7 +19,15 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
+from paceline.codecs.codec import (
+    Context,
+    PayloadError,
+    check_decode,
+    check_encode,
+    check_finite,
+    check_length,
+    largest_magnitude,
+)
 from paceline.codecs.kernels import dense
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import Records, add_records, check_density, check_values, fused, keep_unsaid, magnitude_of
@@ -99,7 +107,7 @@ class DGC:
         return before if step > self.ramp else max(step - 1, 0) * before // max(self.ramp, 1)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         stage = self.stage(context.step)
         records = self._records(x.numel(), stage)
         state = torch.zeros(2 * x.numel(), device=x.device) if residual is None else residual
@@ -126,7 +134,8 @@ class DGC:
         return records.end
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
-        if payload.dtype != torch.uint8 or payload.numel() < _STAGE_BYTES:
+        check_decode(payload, out, self)
+        if payload.numel() < _STAGE_BYTES:
             raise PayloadError(f"a payload of {self.words} has {payload.numel()} bytes and no stage of the warm-up")
         stage = int.from_bytes(bytes(payload[:_STAGE_BYTES].tolist()), "little")
         if stage >= len(self._densities):

@@ -19,7 +19,7 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_tensor, largest_magnitude
+from paceline.codecs.codec import Context, check_decode, check_encode, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
 
@@ -69,7 +69,7 @@ class Ternary:
         return dense.Plan(codec=self, block=self.block, bits=2, clip=self.clip, drawn=True)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         if dense.on_cuda(x):
             return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)
@@ -83,6 +83,7 @@ class Ternary:
         return blocks.write_codes(largest, 2, out, context)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         if dense.on_cuda(out):
             self._plan.decode_add(payload, out, weight)
             return

@@ -13,7 +13,15 @@ import math
 
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
+from paceline.codecs.codec import (
+    Context,
+    PayloadError,
+    check_decode,
+    check_encode,
+    check_finite,
+    check_length,
+    largest_magnitude,
+)
 from paceline.codecs.records import (
     BLOCK,
     HEADER_BYTES,
@@ -81,7 +89,7 @@ class Threshold:
         return min(largest, float(torch.tensor(self.value)))
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         if self.density is None:
             cut = int(torch.tensor(self.value).view(torch.int32))
         else:
@@ -96,6 +104,7 @@ class Threshold:
         return records.end
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         flag, count = read_header(payload, self)
         if flag == DENSE and count == out.numel():
             check_length(payload, self.nbytes(out.numel()), self)
