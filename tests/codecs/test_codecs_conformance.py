@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -240,11 +241,34 @@ def test_malformed_payloads_are_refused_and_nothing_is_touched(words: str, path:
         ("cast(int8)", "cast"),
         ("sign(block=0)", "block"),
         ("ternary(clip=-1)", "clip"),
+        ("ternary(clip=True)", "clip"),
+        ("cast(8)", r"cast\(to=8\): known: 'bf16'"),
+        ("cast([1])", "known: 'bf16'"),
+        ("threshold('x')", "a magnitude above 0"),
+        ("threshold(True)", "a magnitude above 0"),
+        ("dgc(momentum='x')", "a number from 0 to below 1"),
+        ("dgc(momentum=False)", "a number from 0 to below 1"),
+        ("dgc(clip='x')", "a norm above 0"),
+        ("dgc(ramp=True)", "a number of passes"),
+        ("topk(chunk=True)", "1 to 1048576 elements"),
+        ("topk(values=8)", "known: '2bit'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_codec(words)
+
+
+@pytest.mark.parametrize("wrong", [42, 0.5, True, ["sign"], b"sign", object()])
+def test_what_is_no_codec_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r'give words such as "topk\(0.01\)"'):
+        make_codec(wrong)
+
+
+def test_a_class_is_no_codec() -> None:
+    for make in CODECS.values():
+        with pytest.raises(ConfigError, match=r"that is a class; write \w+\(\)"):
+            make_codec(make)  # type: ignore[arg-type]
 
 
 def test_the_table_is_whole() -> None:

@@ -40,8 +40,8 @@ class Cast:
     rows = 1
 
     def __init__(self, to: str = "bf16") -> None:
-        if to not in _TYPES:
-            raise ConfigError(f"cast(to={to!r}): {nearest(to, _TYPES)}")
+        if not isinstance(to, str) or to not in _TYPES:
+            raise ConfigError(f"cast(to={to!r}): {nearest(str(to), _TYPES)}")
         self.to = to
         self.dtype, self._relative, self._largest = _TYPES[to]
         self.adds_as = None if to == "fp8" else self.dtype  # sums of fp8 codes have another scale

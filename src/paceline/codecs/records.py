@@ -22,6 +22,7 @@ import torch
 from paceline.codecs.codec import Codec, Context, PayloadError, check_length, largest_magnitude
 from paceline.codecs.kernels.spread import compiled, spread
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.words import is_number
 
 Array = np.ndarray[Any, Any]
 
@@ -41,12 +42,12 @@ def fused(x: torch.Tensor) -> bool:
 
 
 def check_values(values: str, name: str) -> None:
-    if values not in VALUES:
-        raise ConfigError(f"{name}(values={values!r}): {nearest(values, VALUES)}")
+    if not isinstance(values, str) or values not in VALUES:
+        raise ConfigError(f"{name}(values={values!r}): {nearest(str(values), VALUES)}")
 
 
 def check_density(density: float, name: str) -> None:
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+    if not is_number(density) or not 0 < density <= 1:
         raise ConfigError(f"{name}(density={density!r}): the share of elements that travels is above 0 and at most 1")
 
 

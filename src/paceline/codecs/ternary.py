@@ -22,6 +22,7 @@ import torch
 from paceline.codecs.codec import Context, check_decode, check_encode, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
+from paceline.core.words import is_number
 
 
 class Ternary:
@@ -39,7 +40,7 @@ class Ternary:
     rows = 1
 
     def __init__(self, clip: float = 2.0, block: int = 1024) -> None:
-        if isinstance(clip, bool) or not isinstance(clip, int | float) or not (clip >= 0 and math.isfinite(clip)):
+        if not is_number(clip) or not (clip >= 0 and math.isfinite(clip)):
             raise ConfigError(f"ternary(clip={clip!r}): a number above 0 is needed, such as 2, or 0 to clip nothing")
         self.clip, self.block = float(clip), dense.check_block(block, "ternary")
 

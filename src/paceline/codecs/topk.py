@@ -49,7 +49,7 @@ class TopK:
     def __init__(self, density: float = 0.01, chunk: int = 4096, values: str = "float32") -> None:
         check_density(density, "topk")
         check_values(values, "topk")
-        if not isinstance(chunk, int) or not 1 <= chunk <= 1 << 20:
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= 1 << 20:
             raise ConfigError(f"topk(chunk={chunk!r}): 1 to {1 << 20} elements; sampled_topk looks at whole tensors")
         self.density, self.chunk, self.values = density, chunk, values
 
