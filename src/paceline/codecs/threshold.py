@@ -49,7 +49,8 @@ class Threshold:
     Zeros do not travel.
 
     Args:
-        value: the fixed threshold.
+        value: the fixed threshold. All-reduce gives a codec gradients that are divided by the number of members: what
+            a member adds to the mean is compared, not its gradient.
         density: the share of elements that should travel. One of both is given.
         values: "float32" | "bf16" | "fp16" | "int8" (with one scale for each 4096 elements) | "2bit".
     """

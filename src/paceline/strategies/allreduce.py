@@ -172,7 +172,10 @@ class AllReduce:
         if not coders:
             return {}
         totals = {name: sum(getattr(c.cost, name) for c in coders) for name in vars(coders[0].cost)}
-        norms = [float(r.norm()) for c in coders for r in c.residuals.values()]
+        norms = []
+        for coder in coders:
+            rows = getattr(coder.method.codec, "rows", 1)  # the first is what is unsaid, others are momenta
+            norms += [float(r[: r.numel() // rows].norm()) for r in coder.residuals.values()]
         chosen = " | ".join(dict.fromkeys(c.chosen.words for c in coders if c.chosen))
         words = coders[0].asked.words + (f": {chosen}" if chosen else "")
         return {"codec": words, **totals, "residual_norm": math.hypot(*norms)}
