@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -240,11 +241,34 @@ def test_malformed_payloads_are_refused_and_nothing_is_touched(words: str, path:
         ("cast(int8)", "cast"),
         ("sign(block=0)", "block"),
         ("ternary(clip=-1)", "clip"),
+        ("ternary(clip=True)", "clip"),
+        ("cast(8)", r"cast\(to=8\): known: 'bf16'"),
+        ("cast([1])", "known: 'bf16'"),
+        ("threshold('x')", "a magnitude above 0"),
+        ("threshold(True)", "a magnitude above 0"),
+        ("dgc(momentum='x')", "a number from 0 to below 1"),
+        ("dgc(momentum=False)", "a number from 0 to below 1"),
+        ("dgc(clip='x')", "a norm above 0"),
+        ("dgc(ramp=True)", "a number of passes"),
+        ("topk(chunk=True)", "1 to 1048576 elements"),
+        ("topk(values=8)", "known: '2bit'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_codec(words)
+
+
+@pytest.mark.parametrize("wrong", [42, 0.5, True, ["sign"], b"sign", object()])
+def test_what_is_no_codec_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r'give words such as "topk\(0.01\)"'):
+        make_codec(wrong)
+
+
+def test_a_class_is_no_codec() -> None:
+    for make in CODECS.values():
+        with pytest.raises(ConfigError, match=r"that is a class; write \w+\(\)"):
+            make_codec(make)  # type: ignore[arg-type]
 
 
 def test_the_table_is_whole() -> None:
@@ -259,6 +283,65 @@ def test_what_is_no_flat_float32_is_refused(words: str) -> None:
     for wrong in torch.arange(64), flat.bool(), flat.double(), flat.bfloat16(), flat.view(8, 8), torch.ones(128)[::2]:
         with pytest.raises(ConfigError, match="flat, contiguous float32"):
             codec.encode_into(wrong, None, room, Context())
-    for residual in torch.zeros(63), torch.zeros(64 * codec.rows, dtype=torch.float64):
-        with pytest.raises(ConfigError, match="belong there"):
+        if make_codec(words).agree(flat, None) is not None:
+            with pytest.raises(ConfigError, match="flat, contiguous float32"):
+                codec.agree(wrong, None)
+    numel = 64 * codec.rows
+    for residual in (
+        torch.zeros(numel - 1), torch.zeros(numel, dtype=torch.float64), torch.zeros(8, numel // 8),
+        torch.zeros(2 * numel)[::2], torch.zeros(numel, requires_grad=True), torch.zeros(numel, device="meta"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="belongs there"):
             codec.encode_into(flat, residual, room, Context())
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_rooms_that_cannot_be_written_to_are_refused(words: str, path: str) -> None:
+    codec, x = make_codec(words), made("normal", 5000)
+    size = codec.nbytes(5000)
+    memory = torch.full((2 * size + 64,), 0xA5, dtype=torch.uint8)
+    residual = torch.zeros(codec.rows * 5000)
+    wrong = [
+        memory[: size - 1], memory[:0], memory[: 2 * size : 2], memory[: 2 * size].view(2, size),
+        memory.view(torch.int8), torch.zeros(size), memory.to("meta"),
+    ]  # fmt: skip
+    for out in wrong:
+        with pytest.raises(ConfigError, match=rf"{codec.words.partition('(')[0]}.*torch.empty\({size}, "):
+            codec.encode_into(x, residual, out, Context())
+    assert bool((memory == 0xA5).all())
+    assert not residual.any()
+    assert codec.encode_into(x, residual, memory[:size], Context()) <= size
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_what_cannot_be_added_to_is_refused(words: str, path: str) -> None:
+    codec, numel = make_codec(words), 5000
+    payload = encoded(codec, made("normal", numel))
+    flat = torch.full((numel,), 2.5)
+    for out in (
+        flat.double(), flat.half(), flat.int(), flat.view(50, 100), torch.full((2 * numel,), 2.5)[::2],
+        flat.clone().requires_grad_(),
+    ):  # fmt: skip
+        before = out.detach().clone()
+        with pytest.raises(ConfigError, match="flat, contiguous float32"):
+            codec.decode_add(payload, out)
+        assert torch.equal(out.detach(), before)
+    for wrong in (
+        payload.view(torch.int8), payload.float(), payload.view(1, -1), payload.repeat_interleave(2)[::2],
+        payload.to("meta"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="as a payload"):
+            codec.decode_add(wrong, flat)
+    for other in numel + 4096, 0:  # of another size: what a payload says of itself tells
+        out = torch.full((other,), 2.5)
+        with pytest.raises(PayloadError, match=codec.words.partition("(")[0]):
+            codec.decode_add(payload, out)
+        assert bool((out == 2.5).all())
+
+
+def test_scales_that_members_agreed_on_must_fit() -> None:
+    codec, x = make_codec("quantize(8, shared=True)"), made("normal", 5000)
+    room = torch.empty(codec.nbytes(5000), dtype=torch.uint8)
+    for agreed in torch.ones(4), torch.ones(5, dtype=torch.float64), torch.ones(5, 1):
+        with pytest.raises(ConfigError, match="5 blocks"):
+            codec.encode_into(x, None, room, Context(agreed=agreed))

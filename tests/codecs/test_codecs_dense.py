@@ -312,7 +312,7 @@ def test_a_sum_that_overflows_is_refused(codec: Codec, form: bool) -> None:
 @every_codec
 def test_malformed_payloads_are_refused_and_change_nothing(codec: Codec, form: bool) -> None:
     payload = encode(codec, tensor(1, 700, 1.0))
-    broken = [payload[:-1], payload[:4], payload[:0], torch.cat([payload, payload[:1]]), payload.to(torch.int16)]
+    broken = [payload[:-1], payload[:4], payload[:0], torch.cat([payload, payload[:1]])]
     for scale in (math.nan, math.inf, -1.0):
         for first in (0, 4):
             altered = payload.clone()

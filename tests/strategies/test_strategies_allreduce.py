@@ -590,3 +590,22 @@ def test_freezing_in_turns_makes_no_new_arenas() -> None:
     for counts in together(2, body):
         assert counts[-1] == 1
         assert counts[3:] == [1] * 5
+
+
+def test_momenta_are_not_unsaid() -> None:
+    def body(group: Group) -> tuple[float, float, float]:
+        model, strategy = nn.Linear(100, 30, bias=False), AllReduce(codec="dgc(0.01, momentum=0.9)")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy.attach(model, optimizer, World(group))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 100)).square().mean().backward()
+            optimizer.step()
+        (engine,) = strategy._engines.values()
+        assert engine.coder is not None
+        unsaid, momenta = engine.coder.residuals["weight"].view(2, -1)
+        return strategy.readings()["residual_norm"], float(unsaid.norm()), float(momenta.norm())
+
+    for told, unsaid, momenta in together(2, body, hosts=["a", "b"]):
+        assert told == pytest.approx(unsaid)
+        assert momenta > 0.1 * unsaid

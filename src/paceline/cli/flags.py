@@ -64,7 +64,10 @@ SETTINGS = (
     Flag("strategy", "NAME", names.strategy, f"how members agree: {', '.join(names.STRATEGIES)}"),
     Flag("servers", "K", servers.parse, "of sync, bounded and async: how many; colocated: a shard with every worker"),
     Flag(
-        "codec", "NAME", names.codec, f"what travels between hosts: {', '.join(names.CODECS)}; with options quantize(4)"
+        "codec",
+        "NAME",
+        names.codec,
+        f'what travels between hosts: {", ".join(names.CODECS)}; with options "quantize(4), back=sign, warmup=100"',
     ),
     Flag("name", "NAME", names.run, "of the run; a run of that name goes on where it stopped"),
     Flag("root", "DIR", str, "where run directories live"),

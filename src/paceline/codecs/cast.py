@@ -7,7 +7,15 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
+from paceline.codecs.codec import (
+    Context,
+    PayloadError,
+    check_decode,
+    check_encode,
+    check_finite,
+    check_length,
+    largest_magnitude,
+)
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import Array, array_of, fused, largest_of_sum
 from paceline.core.errors import ConfigError, nearest
@@ -32,8 +40,8 @@ class Cast:
     rows = 1
 
     def __init__(self, to: str = "bf16") -> None:
-        if to not in _TYPES:
-            raise ConfigError(f"cast(to={to!r}): {nearest(to, _TYPES)}")
+        if not isinstance(to, str) or to not in _TYPES:
+            raise ConfigError(f"cast(to={to!r}): {nearest(str(to), _TYPES)}")
         self.to = to
         self.dtype, self._relative, self._largest = _TYPES[to]
         self.adds_as = None if to == "fp8" else self.dtype  # sums of fp8 codes have another scale
@@ -58,7 +66,7 @@ class Cast:
         return largest * self._relative + _scale(largest, self._largest) * _STEP[self.to]
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         largest, size = largest_of_sum(x, residual), self.nbytes(x.numel())
         check_finite(largest, self)
         scale, head = 0.0, 0
@@ -86,6 +94,7 @@ class Cast:
         return size
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         check_length(payload, self.nbytes(out.numel()), self)
         factor, head = weight, 0
         if not self.adds_as:

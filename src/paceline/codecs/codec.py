@@ -78,10 +78,11 @@ class Codec(Protocol):
         """Write the bytes of `x + residual` to the beginning of `out` (uint8); how many. Updates the residual.
 
         The residual has `rows` times as many elements as x: first what is unsaid, then what else the codec keeps. It
-        begins with zeros.
+        begins with zeros. `out` has room for `nbytes` at least, whatever is written.
 
         Raises:
-            ConfigError: the values are not flat, contiguous float32.
+            ConfigError: the values or the residual are not flat, contiguous float32, or `out` not flat, contiguous
+                uint8 of that length; or they are on several devices.
             PacelineError: a value is not finite.
         """
 
@@ -89,27 +90,72 @@ class Codec(Protocol):
         """Add what a payload (uint8) says, times `weight`, to `out`. `out` is unchanged where it raises.
 
         Raises:
+            ConfigError: `out` is not flat, contiguous float32, or the payload not uint8 on the same device.
             PayloadError: it says nothing sensible for a tensor of this size.
         """
 
 
 def check_tensor(x: torch.Tensor, residual: torch.Tensor | None, codec: Codec) -> None:
     """Refuse what no codec encodes; kernels do not look at types, nor where a tensor ends."""
-    if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
+    if not _flat(x, torch.float32, x.device):
         raise ConfigError(
-            f"{codec.words}: a tensor of {x.dtype} and shape {tuple(x.shape)}; codecs encode flat, contiguous float32 "
-            "tensors. Convert it with x.float().flatten(), or send it as it is"
+            f"{codec.words}: {_told(x)}; codecs encode flat, contiguous float32 tensors. Convert it with "
+            "x.detach().float().flatten(), or send it as it is"
         )
-    if residual is not None and (residual.dtype != torch.float32 or residual.numel() != codec.rows * x.numel()):
+    numel = x.numel()
+    if residual is not None and not (
+        residual.numel() == codec.rows * numel and _flat(residual, torch.float32, x.device)
+    ):
         raise ConfigError(
-            f"{codec.words}: a residual of {residual.numel()} elements of {residual.dtype} beside {x.numel()} values; "
-            f"{codec.rows * x.numel()} of float32 belong there"
+            f"{codec.words}: {_told(residual)} as the residual of {numel} values; a flat, contiguous one of "
+            f"{codec.rows * numel} float32 zeros on {x.device} belongs there at first"
         )
+
+
+def check_encode(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, codec: Codec) -> None:
+    """The same, and memory that cannot be written to or is too short."""
+    check_tensor(x, residual, codec)
+    numel = x.numel()
+    if not _flat(out, torch.uint8, x.device) or out.numel() < codec.nbytes(numel):
+        raise ConfigError(
+            f"{codec.words}: {_told(out)} as the room for the bytes of {numel} values; make it "
+            f"torch.empty({codec.nbytes(numel)}, dtype=torch.uint8) on {x.device}, or longer"
+        )
+
+
+def check_decode(payload: torch.Tensor, out: torch.Tensor, codec: Codec) -> None:
+    """Refuse memory that a payload cannot be added to, and what is no payload at all; its bytes are checked later."""
+    if not _flat(out, torch.float32, out.device):
+        raise ConfigError(
+            f"{codec.words}: {_told(out)} to add to; codecs add to flat, contiguous float32 tensors. Add to a "
+            "torch.zeros(numel) and copy that"
+        )
+    if not _flat(payload, torch.uint8, out.device):
+        raise ConfigError(
+            f"{codec.words}: {_told(payload)} as a payload; it is the flat, contiguous uint8 tensor that was encoded, "
+            f"on {out.device} as what it is added to"
+        )
+
+
+def _flat(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    return (
+        tensor.dtype == dtype
+        and tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.device == device
+        and not tensor.requires_grad
+    )
+
+
+def _told(tensor: torch.Tensor) -> str:
+    strided = "" if tensor.is_contiguous() else ", not contiguous"
+    graph = ", which requires grad" if tensor.requires_grad else ""
+    return f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} on {tensor.device}{strided}{graph}"
 
 
 def check_length(payload: torch.Tensor, expected: int, codec: Codec) -> None:
     """Refuse a payload that does not have the bytes that it must have."""
-    if payload.dtype != torch.uint8 or payload.numel() != expected:
+    if payload.numel() != expected:
         raise PayloadError(f"a payload of {codec.words} has {payload.numel()} bytes where {expected} belong")
 
 

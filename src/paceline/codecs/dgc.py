@@ -19,12 +19,21 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
+from paceline.codecs.codec import (
+    Context,
+    PayloadError,
+    check_decode,
+    check_encode,
+    check_finite,
+    check_length,
+    largest_magnitude,
+)
 from paceline.codecs.kernels import dense
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import Records, add_records, check_density, check_values, fused, keep_unsaid, magnitude_of
 from paceline.codecs.topk import top_positions, top_records
 from paceline.core.errors import ConfigError
+from paceline.core.words import is_number
 
 _CHUNK = 4096
 _STAGE_BYTES = 4
@@ -62,11 +71,11 @@ class DGC:
     ) -> None:
         check_density(density, "dgc")
         check_values(values, "dgc")
-        if not 0 <= momentum < 1:
+        if not is_number(momentum) or not 0 <= momentum < 1:
             raise ConfigError(f"dgc(momentum={momentum!r}): a number from 0 to below 1 is needed, such as 0.9")
-        if not (clip >= 0 and math.isfinite(clip)):
+        if not is_number(clip) or not (clip >= 0 and math.isfinite(clip)):
             raise ConfigError(f"dgc(clip={clip!r}): a norm above 0 is needed, or 0 to clip nothing")
-        if not isinstance(ramp, int) or ramp < 0:
+        if isinstance(ramp, bool) or not isinstance(ramp, int) or ramp < 0:
             raise ConfigError(f"dgc(ramp={ramp!r}): a number of passes is needed, or 0 for no warm-up")
         self.density, self.momentum, self.clip, self.ramp, self.values = density, momentum, clip, ramp, values
         self.varies = ramp > 0
@@ -99,7 +108,7 @@ class DGC:
         return before if step > self.ramp else max(step - 1, 0) * before // max(self.ramp, 1)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         stage = self.stage(context.step)
         records = self._records(x.numel(), stage)
         state = torch.zeros(2 * x.numel(), device=x.device) if residual is None else residual
@@ -126,7 +135,8 @@ class DGC:
         return records.end
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
-        if payload.dtype != torch.uint8 or payload.numel() < _STAGE_BYTES:
+        check_decode(payload, out, self)
+        if payload.numel() < _STAGE_BYTES:
             raise PayloadError(f"a payload of {self.words} has {payload.numel()} bytes and no stage of the warm-up")
         stage = int.from_bytes(bytes(payload[:_STAGE_BYTES].tolist()), "little")
         if stage >= len(self._densities):

@@ -11,7 +11,15 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
+from paceline.codecs.codec import (
+    Context,
+    PayloadError,
+    check_decode,
+    check_encode,
+    check_finite,
+    check_length,
+    largest_magnitude,
+)
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import (
     BLOCK,
@@ -56,7 +64,7 @@ class NonZero:
         return 0.0
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         counts, largest = count_above(x, residual, 0)
         check_finite(largest, self)
         records = Records(x.numel(), BLOCK, "float32", counts, HEADER_BYTES + 2 * len(counts))
@@ -75,6 +83,7 @@ class NonZero:
         return size
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         flag, count = read_header(payload, self)
         if flag == _POSITIONS:
             add_records(payload, out, weight, read_counts(payload, out.numel(), "float32", count, self), self)

@@ -23,7 +23,7 @@ import functools
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_tensor, largest_magnitude
+from paceline.codecs.codec import Context, check_decode, check_encode, check_finite, check_tensor, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
 
@@ -76,6 +76,7 @@ class Quantize:
     def agree(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
         if not self.shared:
             return None
+        check_tensor(x, residual, self)
         largest = dense.Blocks(x, residual, self.block).largest()
         largest[np.isnan(largest)] = np.inf  # which is the maximum of itself and anything, however that is found
         return torch.from_numpy(largest).to(x.device)
@@ -92,7 +93,7 @@ class Quantize:
         return dense.Plan(codec=self, block=self.block, bits=self.bits, drawn=self.stochastic)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         drawn = context if self.stochastic else None
         if dense.on_cuda(x) and not self.shared:
             return self._plan.encode(x, residual, out, context)
@@ -103,8 +104,14 @@ class Quantize:
                     f"{self.words}: the codes of {context.size} members do not add up in a byte. It takes at most "
                     f"{_MOST_MEMBERS}: leave out shared=True"
                 )
+            agreed, num_blocks = context.agreed, dense.num_blocks(x.numel(), self.block)
+            if agreed is not None and (agreed.dtype != torch.float32 or agreed.shape != (num_blocks,)):
+                raise ConfigError(
+                    f"{self.words}: members agreed on {tuple(agreed.shape)} numbers of {agreed.dtype} for "
+                    f"{num_blocks} blocks; give the maximum of what `agree` gave them, a flat float32 tensor"
+                )
             # What was agreed on, where it is finite, is believed to be so for this x and residual.
-            largest = blocks.largest() if context.agreed is None else context.agreed.cpu().numpy()
+            largest = blocks.largest() if agreed is None else agreed.cpu().contiguous().numpy()
             check_finite(float(largest.max(initial=0.0)), self)
             return blocks.write_codes(largest, self.bits, out, drawn, levels=_MOST_MEMBERS // context.size)
         largest = blocks.largest()
@@ -112,6 +119,7 @@ class Quantize:
         return blocks.write_codes(largest, self.bits, out, drawn)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         if dense.on_cuda(out):
             self._plan.decode_add(payload, out, weight)
             return

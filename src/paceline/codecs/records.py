@@ -22,6 +22,7 @@ import torch
 from paceline.codecs.codec import Codec, Context, PayloadError, check_length, largest_magnitude
 from paceline.codecs.kernels.spread import compiled, spread
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.words import is_number
 
 Array = np.ndarray[Any, Any]
 
@@ -41,12 +42,12 @@ def fused(x: torch.Tensor) -> bool:
 
 
 def check_values(values: str, name: str) -> None:
-    if values not in VALUES:
-        raise ConfigError(f"{name}(values={values!r}): {nearest(values, VALUES)}")
+    if not isinstance(values, str) or values not in VALUES:
+        raise ConfigError(f"{name}(values={values!r}): {nearest(str(values), VALUES)}")
 
 
 def check_density(density: float, name: str) -> None:
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+    if not is_number(density) or not 0 < density <= 1:
         raise ConfigError(f"{name}(density={density!r}): the share of elements that travels is above 0 and at most 1")
 
 
@@ -272,7 +273,7 @@ def write_counts(records: Records, flag: int, out: torch.Tensor) -> None:
 
 def read_header(payload: torch.Tensor, codec: Codec) -> tuple[int, int]:
     """The flag and how many elements travel."""
-    if payload.dtype != torch.uint8 or payload.numel() < HEADER_BYTES:
+    if payload.numel() < HEADER_BYTES:
         raise PayloadError(f"a payload of {codec.words} has {payload.numel()} bytes and no whole header")
     (word,) = struct.unpack("<Q", bytes(payload[:HEADER_BYTES].tolist()))
     return word >> 56, word & ((1 << 56) - 1)

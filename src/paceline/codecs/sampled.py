@@ -14,7 +14,7 @@ import struct
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_tensor, largest_magnitude
+from paceline.codecs.codec import Context, PayloadError, check_decode, check_encode, check_finite, largest_magnitude
 from paceline.codecs.records import (
     BLOCK,
     HEADER_BYTES,
@@ -79,7 +79,7 @@ class SampledTopK:
         return largest_magnitude(x)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         cut = sampled_cut(x, residual, self.density, context)
         counts, largest = count_above(x, residual, cut)
         check_finite(largest, self)
@@ -93,6 +93,7 @@ class SampledTopK:
         return records.end
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         flag, count = read_header(payload, self)
         if flag or count > self._most(out.numel()):
             raise PayloadError(f"a payload of {self.words} has a header that does not fit {out.numel()} elements")

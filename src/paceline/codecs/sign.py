@@ -12,7 +12,7 @@ import functools
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_tensor, largest_magnitude
+from paceline.codecs.codec import Context, check_decode, check_encode, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 
 
@@ -52,7 +52,7 @@ class Sign:
         return dense.Plan(codec=self, block=self.block, bits=1)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         if dense.on_cuda(x):
             return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)
@@ -61,6 +61,7 @@ class Sign:
         return blocks.write_signs(mean.astype(np.float32), out)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         if dense.on_cuda(out):
             self._plan.decode_add(payload, out, weight)
             return

@@ -19,9 +19,10 @@ import math
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_tensor, largest_magnitude
+from paceline.codecs.codec import Context, check_decode, check_encode, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
+from paceline.core.words import is_number
 
 
 class Ternary:
@@ -39,7 +40,7 @@ class Ternary:
     rows = 1
 
     def __init__(self, clip: float = 2.0, block: int = 1024) -> None:
-        if isinstance(clip, bool) or not isinstance(clip, int | float) or not (clip >= 0 and math.isfinite(clip)):
+        if not is_number(clip) or not (clip >= 0 and math.isfinite(clip)):
             raise ConfigError(f"ternary(clip={clip!r}): a number above 0 is needed, such as 2, or 0 to clip nothing")
         self.clip, self.block = float(clip), dense.check_block(block, "ternary")
 
@@ -69,7 +70,7 @@ class Ternary:
         return dense.Plan(codec=self, block=self.block, bits=2, clip=self.clip, drawn=True)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         if dense.on_cuda(x):
             return self._plan.encode(x, residual, out, context)
         blocks = dense.Blocks(x, residual, self.block)
@@ -83,6 +84,7 @@ class Ternary:
         return blocks.write_codes(largest, 2, out, context)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         if dense.on_cuda(out):
             self._plan.decode_add(payload, out, weight)
             return

@@ -13,7 +13,15 @@ import math
 
 import torch
 
-from paceline.codecs.codec import Context, PayloadError, check_finite, check_length, check_tensor, largest_magnitude
+from paceline.codecs.codec import (
+    Context,
+    PayloadError,
+    check_decode,
+    check_encode,
+    check_finite,
+    check_length,
+    largest_magnitude,
+)
 from paceline.codecs.records import (
     BLOCK,
     HEADER_BYTES,
@@ -29,6 +37,7 @@ from paceline.codecs.records import (
     write_counts,
 )
 from paceline.core.errors import ConfigError
+from paceline.core.words import is_number
 
 DENSE = 2  # the flag of a payload that holds every element
 
@@ -40,7 +49,8 @@ class Threshold:
     Zeros do not travel.
 
     Args:
-        value: the fixed threshold.
+        value: the fixed threshold. All-reduce gives a codec gradients that are divided by the number of members: what
+            a member adds to the mean is compared, not its gradient.
         density: the share of elements that should travel. One of both is given.
         values: "float32" | "bf16" | "fp16" | "int8" (with one scale for each 4096 elements) | "2bit".
     """
@@ -55,7 +65,7 @@ class Threshold:
             raise ConfigError("threshold(value=…, density=…): give one of both, such as threshold(density=0.01)")
         if density is not None:
             check_density(density, "threshold")
-        if value is not None and not 2.0**-126 <= value <= 3.4e38:
+        if value is not None and not (is_number(value) and 2.0**-126 <= value <= 3.4e38):
             raise ConfigError(f"threshold(value={value!r}): a magnitude above 0, such as 0.01, that a float32 can hold")
         check_values(values, "threshold")
         self.value, self.density, self.values = value, density, values
@@ -81,7 +91,7 @@ class Threshold:
         return min(largest, float(torch.tensor(self.value)))
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         if self.density is None:
             cut = int(torch.tensor(self.value).view(torch.int32))
         else:
@@ -96,6 +106,7 @@ class Threshold:
         return records.end
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         flag, count = read_header(payload, self)
         if flag == DENSE and count == out.numel():
             check_length(payload, self.nbytes(out.numel()), self)

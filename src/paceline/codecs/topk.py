@@ -7,10 +7,12 @@ Reference: Aji and Heafield, Sparse communication for distributed gradient desce
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
-from paceline.codecs.codec import Context, check_finite, check_length, check_tensor, largest_magnitude
+from paceline.codecs.codec import Context, check_decode, check_encode, check_finite, check_length, largest_magnitude
 from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import (
     PLAIN,
@@ -47,7 +49,7 @@ class TopK:
     def __init__(self, density: float = 0.01, chunk: int = 4096, values: str = "float32") -> None:
         check_density(density, "topk")
         check_values(values, "topk")
-        if not isinstance(chunk, int) or not 1 <= chunk <= 1 << 20:
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= 1 << 20:
             raise ConfigError(f"topk(chunk={chunk!r}): 1 to {1 << 20} elements; sampled_topk looks at whole tensors")
         self.density, self.chunk, self.values = density, chunk, values
 
@@ -70,7 +72,7 @@ class TopK:
         return largest_magnitude(x)
 
     def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
-        check_tensor(x, residual, self)
+        check_encode(x, residual, out, self)
         records = self._records(x.numel())
         check_finite(largest_of_sum(x, residual), self)
         if fused(x):
@@ -85,6 +87,7 @@ class TopK:
         return records.end
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, weight: float = 1.0) -> None:
+        check_decode(payload, out, self)
         records = self._records(out.numel())
         check_length(payload, records.end, self)
         add_records(payload, out, weight, records, self)
@@ -93,6 +96,7 @@ class TopK:
         return top_records(numel, self.density, self.chunk, self.values, 0)
 
 
+@functools.lru_cache(maxsize=32)  # a model's few shapes come again and again
 def top_records(numel: int, density: float, chunk: int, values: str, start: int) -> Records:
     """Records of the same share of every chunk, the first at byte `start`."""
     counts = np.full(-(-numel // chunk), share(density, chunk), np.int64)

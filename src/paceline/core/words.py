@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
@@ -64,6 +64,44 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         return make(*positional, **named)
     except TypeError as error:
         raise ConfigError(f"{kind} {text!r}: {error}") from None
+
+
+def split(text: str, known: Sequence[str], kind: str) -> tuple[str, dict[str, str]]:
+    """An object's words, and what is said of it behind them.
+
+    >>> split("sign,back=quantize(8, block=64), warmup=9", ("back", "warmup"), "codec")
+    ('sign', {'back': 'quantize(8, block=64)', 'warmup': '9'})
+    """
+    depth, parts = 0, [""]
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    said: dict[str, str] = {}
+    for part in parts[1:]:
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not value or not key.isidentifier():
+            options = ", ".join(f"{name}=..." for name in known)
+            raise ConfigError(
+                f"cannot read {kind} {text!r}: behind the first name, say {options}, not {part.strip()!r}"
+            )
+        if key not in known:
+            raise ConfigError(f"{kind} {text!r}: {key!r} is not known there: {nearest(key, known)}")
+        if key in said:
+            raise ConfigError(f"{kind} {text!r}: say {key} once")
+        said[key] = value
+    return parts[0].strip(), said
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one; True and False are not.
+
+    >>> is_number(0.5), is_number(True), is_number("0.5")
+    (True, False, False)
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _value(tree: ast.expr) -> Any:

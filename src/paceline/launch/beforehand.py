@@ -19,8 +19,10 @@ def check(settings: Settings) -> None:
 
 
 def check_strategy(text: str, codec: str = "") -> None:
-    """Make the strategy once. Its name alone is checked by `names`; only options are worth importing torch for."""
-    if "(" in text + codec:
+    """Make the strategy once. Names alone are checked by `names`; only options, and codecs that a strategy may not
+    take, are worth importing torch for."""
+    coded = codec not in ("", "none") and text != "allreduce"
+    if coded or any(mark in text + codec for mark in "(,"):
         from paceline.strategies import make_strategy
 
         make_strategy(text, codec)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.core.words import split
 
 STRATEGIES = ("allreduce", "sync", "bounded", "async")
 CODECS = (
@@ -46,7 +47,8 @@ def codec(text: str) -> str:
     >>> codec("topk(0.01), back=sign")
     'topk(0.01), back=sign'
     """
-    for part in text.split(", back=", 1):
+    first, behind = split(text, ("back", "feedback", "warmup"), "codec")
+    for part in first, behind.get("back", "none"):
         _called(part, CODECS, "codec")
     return text
 

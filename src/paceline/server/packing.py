@@ -12,6 +12,7 @@ import torch
 
 from paceline.codecs import Codec, Context, PayloadError, make_codec
 from paceline.core.errors import ConfigError
+from paceline.core.words import split
 from paceline.server.placement import Chunk, Piece, dtype_of
 
 _SMALL = 1024  # elements
@@ -109,7 +110,8 @@ def servable(words: str) -> Codec:
     Raises:
         ConfigError: members would have to agree on something first.
     """
-    if words.split("(")[0].strip() in ("auto", "lowrank") or "back=" in words:
+    name, behind = split(words, ("back", "feedback", "warmup"), "codec")
+    if behind or name.partition("(")[0].strip() in ("auto", "lowrank"):
         raise ConfigError(f"codec {words!r} is for all-reduce: workers push to servers each by itself; use another one")
     codec = make_codec(words)
     if codec.agree(torch.ones(_SMALL), None) is not None:

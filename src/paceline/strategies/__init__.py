@@ -9,7 +9,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.words import build
 from paceline.server.packing import servable
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.reducers import Method
 from paceline.strategies.server import Async, Bounded, Served, Sync
 from paceline.strategies.strategy import Strategy, Tally, World
 
@@ -25,7 +24,7 @@ def make_strategy(words: Any, codec: str = "") -> Strategy:
     """The strategy that a user wrote as an object or in words; a codec in words goes before the strategy's own."""
     strategy: Strategy = build(words, STRATEGIES, "strategy") if isinstance(words, str) else words
     if codec and isinstance(strategy, AllReduce):
-        strategy.method = Method.of(codec)
+        strategy.take(codec)
     elif codec and codec != "none" and isinstance(strategy, Served):
         servable(codec)
         strategy.codec = codec

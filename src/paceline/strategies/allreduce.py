@@ -24,10 +24,13 @@ from torch.autograd.graph import _engine_run_backward
 
 from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
+from paceline.core.words import is_number, split
 from paceline.strategies.engine import Engine
 from paceline.strategies.reducers import Auto, Coder, LowRank, Method
 from paceline.strategies.reducers.coder import SMALL
 from paceline.strategies.strategy import World
+
+_FEEDBACK = {"True": True, "False": False, "None": None}
 
 
 class AllReduce:
@@ -42,6 +45,8 @@ class AllReduce:
             bucket, which takes fewer bytes from three hosts on. None: everyone gets everyone's codes.
         feedback: whether what a codec leaves unsaid is added to the next gradient; None: where the codec is biased.
         warmup: so many first backward passes exchange gradients as they are.
+
+    The last three can be said in the codec's words too: "sign, back=sign, feedback=False, warmup=100".
     """
 
     forgives = False
@@ -54,13 +59,11 @@ class AllReduce:
         feedback: bool | None = None,
         warmup: int = 0,
     ) -> None:
-        if not bucket_mb > 0:
-            raise ConfigError(f"allreduce(bucket_mb={bucket_mb}): must be more than 0")
-        if warmup < 0:
-            raise ConfigError(f"allreduce(warmup={warmup}): must not be negative")
-        self.method = Method.of(codec, back)
-        self._feedback = feedback
-        self._warmup = warmup
+        if not is_number(bucket_mb) or not bucket_mb > 0:
+            raise ConfigError(f"allreduce(bucket_mb={bucket_mb!r}): a number above 0 is needed, such as 4")
+        self.method = Method()
+        self._feedback, self._warmup = _check_feedback(feedback), _check_warmup(warmup)
+        self.take(codec, back)
         self.bucket_bytes = int(bucket_mb * 1e6)
         self._engines: dict[int, Engine] = {}  # by id of the model
         self._drives: dict[int, Engine] = {}  # by id of the optimizer
@@ -68,6 +71,19 @@ class AllReduce:
         self._saved: list[dict[str, Any]] = []  # of engines still to come
         self._task = -1  # the backward pass at whose end we are called
         self._depth = 0  # of passes within passes
+
+    def take(self, codec: Codec | LowRank | Auto | str | None, back: Codec | str | None = None) -> None:
+        """Send gradients by this codec; in words, what is said of feedback and warm-up counts too."""
+        if isinstance(codec, str):
+            codec, said = split(codec, ("back", "feedback", "warmup"), "codec")
+            if "back" in said:
+                codec += f", back={said['back']}"
+            if "feedback" in said:
+                self._feedback = _check_feedback(_FEEDBACK.get(said["feedback"], said["feedback"]))
+            if "warmup" in said:
+                warmup = said["warmup"]
+                self._warmup = _check_warmup(int(warmup) if warmup.isdecimal() else warmup)
+        self.method = Method.of(codec, back)
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         if world.group.size == 1:
@@ -156,7 +172,10 @@ class AllReduce:
         if not coders:
             return {}
         totals = {name: sum(getattr(c.cost, name) for c in coders) for name in vars(coders[0].cost)}
-        norms = [float(r.norm()) for c in coders for r in c.residuals.values()]
+        norms = []
+        for coder in coders:
+            rows = getattr(coder.method.codec, "rows", 1)  # the first is what is unsaid, others are momenta
+            norms += [float(r[: r.numel() // rows].norm()) for r in coder.residuals.values()]
         chosen = " | ".join(dict.fromkeys(c.chosen.words for c in coders if c.chosen))
         words = coders[0].asked.words + (f": {chosen}" if chosen else "")
         return {"codec": words, **totals, "residual_norm": math.hypot(*norms)}
@@ -213,6 +232,18 @@ class AllReduce:
             self._arm()
 
         handle = outer.register_hook(resume)
+
+
+def _check_feedback(feedback: Any) -> bool | None:
+    if feedback is not None and not isinstance(feedback, bool):
+        raise ConfigError(f"feedback={feedback!r}: True, False, or None for what suits the codec")
+    return feedback
+
+
+def _check_warmup(warmup: Any) -> int:
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        raise ConfigError(f"warmup={warmup!r}: a whole number of backward passes is needed, such as 100, or 0")
+    return warmup
 
 
 def _failed_pass() -> Interrupted:

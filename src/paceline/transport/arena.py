@@ -48,7 +48,7 @@ class Collective(Protocol):
         """What was measured between the members; None where they share memory."""
 
     def measure(self) -> None:
-        """Measure the link again."""
+        """Measure the link again, several times; the median counts."""
 
     def all_reduce(self, flat: torch.Tensor) -> None: ...
     def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None: ...

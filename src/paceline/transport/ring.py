@@ -242,8 +242,9 @@ class Ring:
     # ---- measuring
 
     def measure(self) -> None:
-        """Measure the link again, since it may have changed."""
-        self.link = self._measured()
+        """Measure the link again, since it may have changed: the median of three, since hosts may be busy."""
+        links = [self._measured() for _ in range(3)]
+        self.link = Link(*(statistics.median(getattr(x, name) for x in links) for name in ("latency_s", "bytes_per_s")))
 
     def _measured(self) -> Link:
         """The longest latency and the smallest bandwidth that any member sees; takes a fraction of a second."""

@@ -1,15 +1,18 @@
 """The choice of a codec: predicted from what was measured, then tried.
 
     passes 1 to 3    travel as they are; the last one's gradients are kept for the rehearsal
-    rehearsal        every candidate encodes and decodes them, as it would among so many members, without sending; its
-                     bytes over the measured link are its time on the wire
+    rehearsal        the link is measured; every candidate encodes and decodes them, as it would among so many members,
+                     without sending; its bytes over the link are its time on the wire
     prediction       step = (step so far − what it waited for the exchange) + what the exchange takes longer than the
                      backward pass can hide
     trial            the three that are predicted to be fastest run a few steps each; the fastest stays
 
-All numbers that decide are agreed on by the members (the slowest counts), so all decide alike. Every hundred passes
-they compare what the wire takes with what it took: where it is another half as much, or a third less, the link is
-measured again and the choice made anew.
+All numbers that decide are agreed on by the members (the slowest counts), so all decide alike.
+
+Every hundred passes they compare what the wire takes with what it took. On busy hosts that changes by itself, so it is
+no more than a reason to measure the link again, as before the rehearsal. Only where buckets would take half as long
+again, or a third less, in the median of three measurements and once more some passes later, is the choice made anew.
+After a false alarm the next look is twice as far off.
 """
 
 from __future__ import annotations
@@ -30,6 +33,11 @@ _PLAIN = 3  # passes
 _TRIAL = 6  # passes, of which the first is not counted
 _TRIED = 3
 _AGAIN = 100  # passes between two looks at the wire
+_SELDOM = 1600  # passes between them at the most
+_SOON = 20  # passes until a link that seems to have changed is measured once more
+_CHANGED = 1.5  # times as long, or as short
+_BRIEF_S = 1e-3  # what takes less may take any time
+_COARSE = 32  # times fewer bytes: what latency is to be judged by
 _REHEARSED_BYTES = 32 << 20
 _CLOSE = 1.03  # candidates stand in the order of fidelity: a later one must be so much faster
 
@@ -88,7 +96,11 @@ class Chooser:
         self._trials: list[Method] = []  # still to be tried
         self._tried: dict[int, float] = {}  # candidate -> seconds of a step
         self._predicted: list[float] = []
-        self._wire_s = 0.0  # of a pass, when the choice was made
+        self._link: Link | None = None  # when the choice was made
+        self._wire_s = 0.0  # of a pass, then or at the last false alarm
+        self._every = _AGAIN
+        self._look_at = _AGAIN  # the pass of the next look at the wire
+        self._doubted = False  # the link seemed to have changed at the last look
         self._since = (0, 0.0)  # passes and seconds on the wire when the look at the wire began
         self._until = 0  # the pass at which something is to be decided
         self._begun = 0.0
@@ -119,19 +131,20 @@ class Chooser:
                 self._settle(Method(), f"codec auto: none, since {where}")
             return
         if coder.chosen is None and self._seen > _PLAIN and not self._until:
-            self._predict(buckets, link, collective)
+            self._predict(buckets, collective)
         elif self._until and self._seen >= self._until:
             self._judge(collective)
-        elif coder.chosen is not None and self._seen % _AGAIN == 0:
-            self._look(collective)
+        elif coder.chosen is not None and self._seen >= self._look_at:
+            self._look(buckets, collective)
 
-    def _predict(self, buckets: Sequence[Bucket], link: Link, collective: Collective) -> None:
+    def _predict(self, buckets: Sequence[Bucket], collective: Collective) -> None:
         """Rehearse all candidates and line up the best for trials."""
         spoilt = any(not bucket.finite(flat) for bucket, flat in self._kept)
         if _slowest([float(spoilt)], collective)[0]:  # nothing can be learned from these
             self._kept.clear()
             self._seen = _PLAIN - 1
             return
+        link = self._link = self._link or _measured(collective)
         share = sum(b.numel for b in buckets) / sum(b.numel for b, _ in self._kept)
         exchange = [share * self._rehearse(method, link, collective) for method in self._candidates]
         times = self._times
@@ -141,7 +154,7 @@ class Chooser:
         order = sorted(range(len(own)), key=lambda i: self._predicted[i])
         self._trials = [self._candidates[i] for i in order[:_TRIED]]
         self._tried = {}
-        self._why = f"the link carries {link.bytes_per_s / 1e6:.3g} MB/s at {1e3 * link.latency_s:.2g} ms"
+        self._why = f"the link carries {_told(link)}"
         self._kept.clear()
         self._try(self._trials.pop(0))
 
@@ -194,25 +207,36 @@ class Chooser:
     def _settle(self, method: Method, line: str) -> None:
         self._coder.method = self._coder.chosen = method
         self._until = 0
+        self._look_at = self._seen + self._every
         self._since = (self._seen, self._coder.cost.wire_s)
         self._times = Times()
         self._coder.tell(line)
 
-    def _look(self, collective: Collective) -> None:
-        """Whether the wire takes about what it took."""
+    def _look(self, buckets: Sequence[Bucket], collective: Collective) -> None:
+        """Whether the wire takes about what it took, and if not, whether that is the link's doing."""
         wire_s = self._wire_per_pass(collective)
+        link = self._link = self._link or _measured(collective)  # of a run that was resumed, only now
         self._since = (self._seen, self._coder.cost.wire_s)
         self._times = Times()
-        if not self._wire_s:
-            self._wire_s = wire_s
-        elif not self._wire_s / 1.5 <= wire_s <= 1.5 * self._wire_s and max(wire_s, self._wire_s) > 1e-3:
+        before = self._wire_s = self._wire_s or wire_s
+        self._look_at = self._seen + self._every
+        if not self._doubted and not _differ(wire_s, before):
+            return
+        now = _measured(collective)
+        if not _changed(link, now, [b.numel * b.dtype.itemsize for b in buckets], collective.size):
+            self._wire_s, self._doubted = wire_s, False
+            self._every = min(2 * self._every, _SELDOM)
+            self._look_at = self._seen + self._every
+        elif not self._doubted:
+            self._doubted, self._look_at = True, self._seen + _SOON
+        else:
             self._coder.tell(
-                f"codec auto: the wire takes {1e3 * wire_s:.3g} ms a step instead of {1e3 * self._wire_s:.3g}: "
-                "measuring the link and choosing again"
+                f"codec auto: the link carries {_told(now)} instead of {_told(link)}, and the wire takes "
+                f"{1e3 * wire_s:.3g} ms a step instead of {1e3 * before:.3g}: choosing again"
             )
-            collective.measure()
+            self._link, self._doubted = now, False
             self._coder.method, self._coder.chosen = Method(), None
-            self._seen, self._wire_s = 0, 0.0
+            self._seen, self._wire_s, self._every = 0, 0.0, _AGAIN
 
     # ---- what was measured
 
@@ -233,6 +257,29 @@ class Chooser:
 
 def _middle(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
+
+
+def _measured(collective: Collective) -> Link:
+    collective.measure()
+    assert collective.link is not None, "members that share memory choose nothing"
+    return collective.link
+
+
+def _differ(seconds: float, before: float) -> bool:
+    return max(seconds, before) > _BRIEF_S and not before / _CHANGED <= seconds <= before * _CHANGED
+
+
+def _changed(before: Link, now: Link, buckets: Sequence[int], size: int) -> bool:
+    """Whether buckets of so many bytes, or coarse codes of them, take much longer or shorter."""
+
+    def seconds(link: Link, fewer: int) -> float:
+        return sum(link.all_reduce_s(size, nbytes / fewer) for nbytes in buckets)
+
+    return any(_differ(seconds(now, fewer), seconds(before, fewer)) for fewer in (1, _COARSE))
+
+
+def _told(link: Link) -> str:
+    return f"{link.bytes_per_s / 1e6:.3g} MB/s at {1e3 * link.latency_s:.2g} ms"
 
 
 def _slowest(values: Sequence[float], collective: Collective) -> list[float]:

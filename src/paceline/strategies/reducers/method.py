@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.codecs import CODECS, Codec, make_codec
+from paceline.codecs import CODECS, Codec, check_codec, make_codec
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.words import build
+from paceline.core.words import build, split
 
 FIDELITIES = ("exact", "high", "low")
 
@@ -76,12 +76,19 @@ class Method:
     @classmethod
     def of(cls, codec: Codec | LowRank | Auto | str | None, back: Codec | str | None = None) -> Method:
         """From objects or words; "none" and "" are None. Words may name both: "sign, back=sign"."""
-        if isinstance(codec, str) and back is None:
-            codec, _, back = (part.strip() for part in codec.partition(", back="))
-        chosen: Any = build(codec, KNOWN, "codec") if isinstance(codec, str) and codec not in ("", "none") else codec
-        method = cls(
-            chosen if chosen not in ("", "none") else None, None if back in (None, "", "none") else make_codec(back)
-        )
+        if isinstance(codec, str):
+            codec, said = split(codec, ("back",), "codec")
+            if back is not None and said:
+                raise ConfigError(f"back={back!r} and back={said['back']} behind the codec: say it once")
+            back = said.get("back", back)
+        chosen: Any = codec
+        if isinstance(codec, str) and codec not in ("", "none"):
+            chosen = build(codec, KNOWN, "codec")
+        elif codec in (None, "", "none"):
+            chosen = None
+        elif not isinstance(codec, LowRank | Auto):
+            chosen = check_codec(codec)
+        method = cls(chosen, None if back in (None, "", "none") else make_codec(back))
         if method.back and (method.codec is None or isinstance(method.codec, LowRank | Auto) or method.codec.rows > 1):
             name = method.codec.words if method.codec else "none"
             raise ConfigError(f"back={method.back.words}: with codec={name} nothing is encoded on the way back")
