@@ -148,8 +148,7 @@ class Engine:
         if self._layout:
             self._layout.start()
         if self.coder:
-            # Where an optimizer divides by what gradients have been, their effect is not in proportion to the rate.
-            groups = [g for optimizer in self._optimizers for g in optimizer.param_groups if "betas" not in g]
+            groups = [g for o in self._optimizers if _is_sgd(o) for g in o.param_groups if not g["momentum"]]
             self.coder.begin({id(p): float(group["lr"]) for group in groups for p in group["params"]})
 
     def _weigh(self, weight: float) -> None:
@@ -349,6 +348,12 @@ class Engine:
 _EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_BYTES = 64 << 10  # smaller buffers travel although they have not changed yet; large constants stay at home
 _BATCH_NORMS = (torch.nn.modules.batchnorm._NormBase,)
+
+
+def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Torch's own, also as the run has adopted it; what others have made of it may do something else."""
+    kind = type(optimizer)
+    return isinstance(optimizer, torch.optim.SGD) and kind.__module__ == torch.optim.SGD.__module__
 
 
 def _trainable(p: torch.nn.Parameter) -> bool:

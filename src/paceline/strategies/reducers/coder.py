@@ -1,7 +1,10 @@
 """A codec at work on the gradients of one model: its settings, what earlier steps left unsaid, and what it took.
 
-Residuals are keyed by parameter name and stand in units of today's gradients: when the learning rate changes, they are
-scaled, so that what was left unsaid has the effect that it would have had then.
+Residuals are keyed by parameter name. Where the optimizer applies a gradient at once, in proportion to the learning
+rate (SGD without momentum), they stand in units of today's gradients: when the rate changes they are scaled, so that
+what was left unsaid has the effect that it would have had then. That makes them tenfold at most, since the rate counts
+as at least a tenth of the largest so far. A momentum would carry a residual that was scaled at a small rate on into
+larger ones, and what divides by past gradients knows no proportion: there residuals stay as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from paceline.strategies.reducers.method import CANDIDATES, Auto, Method
 from paceline.transport.arena import Collective
 
 SMALL = 1024  # elements: fewer travel as they are
+_MOST = 10.0  # times: so much may a smaller learning rate make of what is unsaid
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -119,6 +123,7 @@ class Coder:
         self._launched_at = 0.0
         self._rates: dict[int, float] = {}  # learning rates of this pass, by id of the parameter
         self._rate_of: dict[str, float] = {}  # at which a residual was left
+        self._largest: dict[str, float] = {}  # rate so far, of those that have one
         self._unsay: list[Callable[[], object]] = []  # what makes this pass's payloads unsaid
         self._seed = seed
 
@@ -127,7 +132,7 @@ class Coder:
         return Coder(self.asked, feedback=self.feedback)
 
     def begin(self, rates: dict[int, float]) -> None:
-        """A backward pass begins, with these learning rates."""
+        """A backward pass begins, with the learning rates of what follows them, by id of the parameter."""
         self.passes += 1
         self._rates = rates
         self._unsay.clear()
@@ -168,7 +173,8 @@ class Coder:
                 self.method = self.chosen = chosen
 
     def state(self) -> dict[str, Any]:
-        return {"residuals": self.residuals, "returns": self.returns, "rates": self._rate_of}
+        rates = {"rates": self._rate_of, "largest": self._largest}
+        return {"residuals": self.residuals, "returns": self.returns, **rates}
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Take over what one or several members left unsaid."""
@@ -181,6 +187,7 @@ class Coder:
                 else:
                     self.residuals[name] = residual.clone()
             self._rate_of |= state["rates"]
+            self._largest |= state.get("largest", {})
             self.returns |= {key: value.clone() for key, value in state.get("returns", {}).items()}
 
     # ---- what is unsaid
@@ -189,7 +196,7 @@ class Coder:
         return Method(codec).feeds(self.feedback)
 
     def residual(self, piece: Piece, rows: int = 1, device: torch.device | None = None) -> torch.Tensor:
-        """Of a piece, in units of today's gradients: at half the rate, what was left at the old rate weighs twice."""
+        """Of a piece, in units of today's gradients."""
         residual = self.residuals.get(piece.name)
         if residual is None or residual.numel() % piece.of:
             residual = torch.zeros(rows * piece.of, device=device)
@@ -199,16 +206,25 @@ class Coder:
         if device is not None and residual.device != device:
             residual = residual.to(device)
         self.residuals[piece.name] = residual
-        if piece.parameter in self._rates:
-            now = self._rates[piece.parameter]
-            then = self._rate_of.get(piece.name, now)
-            if now > 0 and now != then:
-                residual[: piece.of].mul_(then / now)  # not what else a codec keeps: momentum is in no units of steps
-                for key, part in self.returns.items():
-                    if key.rpartition("@")[0] == piece.name:
-                        part.mul_(then / now)
-            self._rate_of[piece.name] = now
+        self._rescale(piece)
         return residual if rows > 1 else residual[piece.start : piece.start + piece.numel]
+
+    def _rescale(self, piece: Piece) -> None:
+        """At half the rate, what was left at the old rate weighs twice."""
+        if piece.parameter not in self._rates:
+            self._rate_of.pop(piece.name, None)
+            return
+        rate = self._rates[piece.parameter]
+        largest = self._largest[piece.name] = max(rate, self._largest.get(piece.name, 0.0))
+        now = max(rate, largest / _MOST)
+        then = self._rate_of.get(piece.name, now)
+        self._rate_of[piece.name] = now
+        if now > 0 and now != then:
+            if piece.name in self.residuals:  # not what else a codec keeps: momentum is in no units of steps
+                self.residuals[piece.name][: piece.of].mul_(then / now)
+            for key, part in self.returns.items():
+                if key.rpartition("@")[0] == piece.name:
+                    part.mul_(then / now)
 
     def flush(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Add to a bucket that travels as it is what was left unsaid before."""
@@ -226,8 +242,8 @@ class Coder:
         for key, left in list(self.returns.items()):
             name, _, start = key.rpartition("@")
             if name in pieces and keep.get(key) != left.numel():
-                del self.returns[key]
                 residual = self.residual(pieces[name])
+                del self.returns[key]
                 residual[int(start) : int(start) + left.numel()] += left.to(residual.device)
 
     # ---- one piece
@@ -249,6 +265,7 @@ class Coder:
         """Encode a piece of what all have said, which this member has summed."""
         residual = None
         if self.takes_feedback(codec):
+            self._rescale(piece)
             key = _key(piece)
             residual = self.returns.get(key)
             if residual is None or residual.numel() != piece.numel:
