@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.strategies import AllReduce, World
-from paceline.strategies.reducers import Coder
+from paceline.strategies.reducers import Coder, Method
 from paceline.testing.together import together
 from paceline.transport.group import Group
 
@@ -118,3 +118,160 @@ def test_a_rate_that_rises_again_does_not_blow_up_momentum() -> None:
 
     losses, _ = together(2, body, hosts=["a", "b"])
     assert max(losses[30:]) < losses[0]
+
+
+# ---- steps that do not count
+
+WAYS = [
+    {"codec": "topk(0.05)"},
+    {"codec": "sign"},
+    {"codec": "sign", "feedback": True},
+    {"codec": "quantize(2)"},
+    {"codec": "quantize(8, shared=True)"},
+    {"codec": "lowrank(1)"},
+    {"codec": "sign", "back": "topk(0.1)"},
+]
+HOSTS = {"two hosts": ["a", "b"], "two members on each of two hosts": ["a", "a", "b", "b"]}
+
+
+def missing(group: Group, strategy: AllReduce, model: Heads, given: dict[str, torch.Tensor]) -> dict[str, float]:
+    """How far what was applied at a rate of one and what is unsaid are from the mean of what was given to members."""
+    coder, off = coder_of(strategy), {}
+    for name, gradients in given.items():
+        left = torch.zeros(N)
+        if name in coder.residuals:
+            left += coder.residuals[name][:N]
+        for key, part in coder.returns.items():
+            if key.startswith(f"{name}@"):
+                start = int(key.rpartition("@")[2])
+                left[start : start + part.numel()] += part
+        group.all_reduce(left)
+        mean = group.all_reduce(gradients.clone(), "mean")
+        applied = -getattr(model, name).detach().reshape(-1)
+        off[name] = float((mean - applied - left).norm() / mean.norm())
+    return off
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_is_unsaid_waits_while_nobody_has_a_gradient(way: dict[str, Any], hosts: list[str]) -> None:
+    """Two heads that are trained in turns: the one that rests gets no gradient, whatever was said of it."""
+
+    def body(group: Group) -> tuple[dict[str, float], torch.Tensor]:
+        model = Heads()
+        strategy, optimizer = AllReduce(**way), torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy.attach(model, optimizer, World(group))
+        given = {"a": torch.zeros(N), "b": torch.zeros(N)}
+        for step in range(9):
+            model.zero_grad()
+            gradients = {name: noise(group, step, name) for name in ("ab" if step == 0 else "ab"[step % 2])}
+            model.backward(**gradients, few=torch.ones(50))
+            for name, g in gradients.items():
+                given[name] += g
+            optimizer.step()
+        return missing(group, strategy, model, given), model.a.detach()
+
+    first, *others = together(len(hosts), body, hosts=hosts)
+    assert max(first[0].values()) < 1e-5
+    assert all(torch.equal(first[1], other[1]) for other in others)
+
+
+def test_momentum_that_a_codec_keeps_waits_too() -> None:
+    """As SGD leaves the momentum of a parameter without a gradient as it is."""
+
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Heads()
+        strategy, optimizer = AllReduce(codec="dgc(0.05)"), torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy.attach(model, optimizer, World(group))
+        kept = []
+        for step in range(4):
+            model.zero_grad()
+            model.backward(b=noise(group, step, "b")) if step > 1 else model.backward(a=noise(group, step))
+            optimizer.step()
+            kept.append(coder_of(strategy).residuals["a"].clone())
+        return kept[1], kept[3]
+
+    for before, after in together(2, body, hosts=["a", "b"]):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_an_optimizer_that_steps_beside_one_that_skips_counts_once(way: dict[str, Any]) -> None:
+    """One gradient overflows on one member: a GradScaler skips that parameter's optimizer, and no other."""
+
+    def body(group: Group) -> tuple[float, bool]:
+        model, scaler = Heads(), torch.amp.GradScaler("cpu", init_scale=1.0)
+        strategy, world = AllReduce(bucket_mb=0.01, **way), World(group)
+        optimizers = [torch.optim.SGD([p], lr=1.0) for p in (model.a, model.b)]
+        for optimizer in optimizers:
+            strategy.attach(model, optimizer, world)
+        given = {"a": torch.zeros(N)}
+        for step in range(6):
+            model.zero_grad()
+            a, b = noise(group, step), noise(group, step, "b")
+            given["a"] += a
+            if step == 3 and group.rank == 0:
+                b[5] = torch.inf
+            scaler.scale(torch.ones(()))  # it begins; its scale stays 1
+            model.backward(a=a, b=b)
+            for optimizer in optimizers:
+                strategy.finish(optimizer)
+                scaler.step(optimizer)
+            scaler.update(1.0)
+        return missing(group, strategy, model, given)["a"], bool(torch.isfinite(model.b).all())
+
+    for off, finite in together(2, body, hosts=["a", "b"]):
+        assert off < 1e-5
+        assert finite
+
+
+@pytest.mark.parametrize("spoilt", [True, False])
+def test_what_is_said_at_last_as_it_is_comes_back_too(spoilt: bool) -> None:
+    """Where gradients travel as they are again, what is unsaid goes with them, in a pass that may not count."""
+
+    def body(group: Group) -> float:
+        model = Heads()
+        strategy, optimizer = AllReduce(codec="topk(0.01)"), torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy.attach(model, optimizer, World(group))
+        given = {"a": torch.zeros(N)}
+        for step in range(5):
+            model.zero_grad()
+            a = noise(group, step)
+            if step == 3:
+                coder_of(strategy).method = Method()
+            if step == 3 and spoilt:
+                model.backward(a=a, few=torch.full((50,), torch.inf if group.rank else 1.0))
+                continue
+            if step == 3:
+                model.backward(few=torch.ones(50))
+            else:
+                model.backward(a=a)
+                given["a"] += a
+            optimizer.step()
+        assert "a" not in coder_of(strategy).residuals
+        return missing(group, strategy, model, given)["a"]
+
+    assert max(together(2, body, hosts=["a", "b"])) < 1e-5
+
+
+# ---- what is not encoded
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float64])
+@pytest.mark.parametrize("codec", ["sign", "quantize(8, shared=True)", "lowrank(1)", "auto"])
+def test_other_kinds_of_numbers_travel_as_they_are(codec: str, dtype: torch.dtype) -> None:
+    def body(group: Group) -> list[torch.Tensor]:
+        model = Heads()
+        model.other = nn.Parameter(torch.zeros(2000, dtype=dtype))
+        strategy = AllReduce(codec=codec)
+        strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+        values = torch.arange(2000).to(dtype) * (group.rank + 1)
+        for _ in range(2):
+            model.zero_grad()
+            ((model.other * values).sum().real + model.a.sum()).backward()
+        assert model.other.grad is not None
+        return [model.other.grad.clone(), values]
+
+    results = together(2, body, hosts=["a", "b"])
+    for grad, _ in results:
+        assert torch.equal(grad, (results[0][1] + results[1][1]).conj().resolve_conj() / 2)

@@ -254,9 +254,9 @@ class Engine:
         except Interrupted as error:
             group.abort(error)
             raise
-        if self.coder:
-            self.coder.end()
         control = layout.control.tolist()
+        if self.coder:
+            self.coder.end(self._uncounted(self.coder, control))
         self.busy = False
         self._world.granted = self._world.granted or control[WISH] > 0
         if control[BAD]:
@@ -278,6 +278,18 @@ class Engine:
             self._add_late(correction)
         if self._moving and group.rank:
             torch._foreach_copy_(self._buffers(), layout.buffer_views)
+
+    def _uncounted(self, coder: Coder, control: list[float]) -> set[str]:
+        """Parameters whose sums will not be applied: nobody has a gradient for them, or some sum of their optimizer is
+        not finite, so that a GradScaler skips its step."""
+        without = {s.name for s in self._slots.values() if not control[MARKS + s.index]}
+        spoilt = coder.spoilt - without
+        skipped = set(spoilt)
+        for optimizer in self._optimizers if spoilt else ():
+            own = {self._names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
+            if own & spoilt:
+                skipped |= own
+        return without | skipped
 
     def _buffers(self) -> list[torch.Tensor]:
         """Looked up each time: a module may put another tensor in the place of a buffer."""

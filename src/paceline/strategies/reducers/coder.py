@@ -9,11 +9,12 @@ larger ones, and what divides by past gradients knows no proportion: there resid
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,7 +53,7 @@ class Piece:
 
     name: str
     at: slice  # of the bucket
-    parameter: int  # its id
+    parameter: int  # its id; 0: what lies there is of several
     rows: int = 1  # of the matrix that its memory holds
     start: int = 0  # in the parameter
     whole: int = 0  # elements of the parameter; 0: this is all of it
@@ -78,6 +79,7 @@ class Bucket:
     dtype: torch.dtype
     numel: int
     pieces: tuple[Piece, ...]
+    every: tuple[Piece, ...] = ()  # also the small ones
     end: int = 0  # where gradients end; behind them stand the control block and buffers
     gaps: tuple[slice, ...] = ()  # between gradients, where nothing is
 
@@ -86,16 +88,20 @@ class Bucket:
         large = tuple(p for p in pieces if p.numel >= SMALL) if dtype in _KINDS else ()
         pairs = itertools.pairwise(sorted((p.at.start, p.at.stop) for p in pieces))
         gaps = tuple(slice(stop, start) for (_, stop), (start, _) in pairs if stop < start)
-        return cls(dtype, numel, large, max((p.at.stop for p in pieces), default=0), gaps)
+        return cls(dtype, numel, large, tuple(pieces), max((p.at.stop for p in pieces), default=0), gaps)
 
     def finite(self, flat: torch.Tensor) -> bool:
         """Whether all gradients are. Asked first, so that no part of a bucket is said without the others; buffers may
         hold what they like, and what a pass that was not finite has left in the gaps is wiped out."""
-        if math.isfinite(largest_magnitude(flat[: self.end])):
+        if _finite(flat[: self.end]):
             return True
         for gap in self.gaps:
             flat[gap] = 0
-        return math.isfinite(largest_magnitude(flat[: self.end]))
+        return _finite(flat[: self.end])
+
+
+def _finite(x: torch.Tensor) -> bool:
+    return math.isfinite(largest_magnitude(torch.view_as_real(x) if x.is_complex() else x))
 
 
 class Coder:
@@ -116,7 +122,7 @@ class Coder:
         self.residuals: dict[str, torch.Tensor] = {}
         self.returns: dict[str, torch.Tensor] = {}  # of sums that this member has encoded, by part of a parameter
         self.warm: dict[str, torch.Tensor] = {}  # the same on all members: where a low-rank reducer goes on
-        self.spoilt = False  # some member's gradient of this pass is not finite
+        self.spoilt: set[str] = set()  # parameters whose sums of this pass are not finite
         self.first_at = 0.0  # when the first bucket of this pass was taken up
         self.hidden_s = 0.0  # of the last pass's exchange: while the backward pass ran
         self.waited_s = 0.0  # and after it
@@ -124,7 +130,7 @@ class Coder:
         self._rates: dict[int, float] = {}  # learning rates of this pass, by id of the parameter
         self._rate_of: dict[str, float] = {}  # at which a residual was left
         self._largest: dict[str, float] = {}  # rate so far, of those that have one
-        self._unsay: list[Callable[[], object]] = []  # what makes this pass's payloads unsaid
+        self._unsay: dict[str, list[Callable[[], object]]] = {}  # what makes this pass's payloads unsaid, by parameter
         self._seed = seed
 
     def rehearsing(self) -> Coder:
@@ -136,24 +142,35 @@ class Coder:
         self.passes += 1
         self._rates = rates
         self._unsay.clear()
-        self.spoilt = False
+        self.spoilt.clear()
 
     def launched(self) -> None:
         """The pass has ended here, and its last bucket is on its way."""
         self._launched_at = time.perf_counter()
 
-    def end(self) -> None:
-        """All sums are here. What was said in a pass that does not count is unsaid again."""
+    def end(self, uncounted: Iterable[str] = ()) -> None:
+        """All sums are here. What was said of parameters whose sums nobody will apply is unsaid again."""
         self.waited_s = time.perf_counter() - self._launched_at
         self.hidden_s = max(0.0, self._launched_at - self.first_at)
-        if self.spoilt:
-            for unsay in self._unsay:
+        for name in uncounted:
+            for unsay in self._unsay.get(name, ()):
                 unsay()
         self._unsay.clear()
 
-    def later(self, unsay: Callable[[], object]) -> None:
-        """Have this called at the end of a pass that does not count."""
-        self._unsay.append(unsay)
+    def later(self, piece: Piece, unsay: Callable[[], object]) -> None:
+        """Have this called at the end of the pass where the sum of this parameter does not count."""
+        self._unsay.setdefault(piece.name, []).append(unsay)
+
+    def note(self, bucket: Bucket, flat: torch.Tensor, spoilt: bool) -> None:
+        """A bucket holds its sums, which are `spoilt` where a member had something that is not finite; those of half
+        precision may also have become too large in being summed."""
+        if spoilt or (flat.dtype == torch.float16 and not bucket.finite(flat)):
+            self.spoilt.update(p.name for p in bucket.every if not _finite(flat[p.at]))
+
+    @property
+    def owes(self) -> bool:
+        """Whether something is unsaid, or was until this pass: then it matters which sums are finite."""
+        return bool(self.method.codec or self.residuals or self._unsay)
 
     # ---- state: what all members have alike, and this member's own
 
@@ -192,8 +209,9 @@ class Coder:
 
     # ---- what is unsaid
 
-    def takes_feedback(self, codec: Codec) -> bool:
-        return Method(codec).feeds(self.feedback)
+    def takes_feedback(self, codec: Codec, piece: Piece | None = None) -> bool:
+        """Small parameters that are encoded together keep nothing: they are right in the mean."""
+        return Method(codec).feeds(self.feedback) and (piece is None or piece.parameter != 0)
 
     def residual(self, piece: Piece, rows: int = 1, device: torch.device | None = None) -> torch.Tensor:
         """Of a piece, in units of today's gradients."""
@@ -232,8 +250,10 @@ class Coder:
             left = self.residuals.pop(piece.name, None)
             if left is not None and left.numel() >= piece.of:
                 self.residuals[piece.name] = left
-                flat[piece.at] += self.residual(piece, left.numel() // piece.of)[: piece.numel].to(flat.dtype)
+                left = self.residual(piece, left.numel() // piece.of, flat.device)
+                flat[piece.at] += left[: piece.numel].to(flat.dtype)
                 del self.residuals[piece.name]
+                self.later(piece, functools.partial(self.residuals.__setitem__, piece.name, left))
 
     def fold(self, bucket: Bucket, own: Sequence[Piece]) -> None:
         """What was left of sums that this member makes no more goes to its residuals."""
@@ -253,18 +273,22 @@ class Coder:
         agreed: torch.Tensor | None = None,
     ) -> int:  # fmt: skip
         """Encode a piece of this member's gradients; `place`: its position, and of how many."""
-        feeds = self.takes_feedback(codec)
+        feeds = self.takes_feedback(codec, piece)
         residual = self.residual(piece, codec.rows, x.device) if feeds or codec.rows > 1 else None
+        # Where nobody has a gradient, what else the codec keeps has to stay as it is too: momentum must not go on.
+        before = residual.clone() if residual is not None and codec.rows > 1 and not bool(x.any()) else None
         n = codec.encode_into(x, residual, out, self._context(piece, place, "", agreed))
-        if residual is not None and feeds:
+        if residual is not None and before is not None:
+            self.later(piece, functools.partial(residual.copy_, before))
+        elif residual is not None and feeds:
             unsaid = residual[: piece.numel]
-            self.later(lambda: codec.decode_add(out[:n], unsaid))
+            self.later(piece, lambda: codec.decode_add(out[:n], unsaid))
         return n
 
     def encode_sum(self, codec: Codec, piece: Piece, x: torch.Tensor, out: torch.Tensor, place: tuple[int, int]) -> int:
         """Encode a piece of what all have said, which this member has summed."""
         residual = None
-        if self.takes_feedback(codec):
+        if self.takes_feedback(codec, piece):
             self._rescale(piece)
             key = _key(piece)
             residual = self.returns.get(key)
@@ -272,7 +296,7 @@ class Coder:
                 residual = torch.zeros(piece.numel)
             self.returns[key] = residual = residual.to(x.device)
             before = residual.clone()
-            self.later(lambda: residual.copy_(before))  # those whose sum it is have it back
+            self.later(piece, lambda: residual.copy_(before))  # those whose sum it is have it back
         return codec.encode_into(x, residual, out, self._context(piece, place, "back", None))
 
     def _context(self, piece: Piece, place: tuple[int, int], way: str, agreed: torch.Tensor | None) -> Context:

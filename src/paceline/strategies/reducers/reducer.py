@@ -7,8 +7,9 @@
     Product    matrices as products of thin ones, in two rounds
 
 Where a gradient is not finite, its member's message says so and everyone's gradients of that bucket become nan: a
-GradScaler skips the step on all members, and `check_finite` names the parameter. What was said in that pass counts for
-nothing then, so every member gives it back to its residuals.
+GradScaler skips the step on all members, and `check_finite` names the parameter. What was said in that pass of the
+parameters whose step is skipped counts for nothing then, so every member gives it back to its residuals. So it is with
+a parameter for which nobody had a gradient: it gets none, whatever was said.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Plain:
         collective.all_reduce(host)
         if host is not flat:
             flat.copy_(host)
-        if self._coder.method.codec and not self._bucket.finite(host):
-            self._coder.spoilt = True  # what is said beside it counts for nothing
+        if self._coder.owes:
+            self._coder.note(self._bucket, host, not self._bucket.finite(host))
         self._coder.cost.add(0.0, watch.lap(), 0.0, flat.nbytes)
 
 
