@@ -37,14 +37,13 @@ class Cost:
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
-    bytes_before: int = 0
-    bytes_after: int = 0
+    bytes_before: int = 0  # that would have left this member had gradients travelled as they are
+    bytes_after: int = 0  # that have
 
-    def add(self, encode_s: float, wire_s: float, decode_s: float, bytes_after: int) -> None:
+    def add(self, encode_s: float, wire_s: float, decode_s: float) -> None:
         self.encode_s += encode_s
         self.wire_s += wire_s
         self.decode_s += decode_s
-        self.bytes_after += bytes_after
 
 
 @dataclass(frozen=True)

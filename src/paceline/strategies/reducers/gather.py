@@ -43,4 +43,4 @@ class Gather:
         if out is not flat:
             flat.copy_(out)
         coder.note(self._bucket, flat, not all(says))
-        coder.cost.add(encode_s, wire_s, watch.lap(), message.numel())
+        coder.cost.add(encode_s, wire_s, watch.lap())

@@ -63,7 +63,6 @@ class Product:
         columns = first[: sum(sizes)]
         for s, values in zip(self._plain, torch.split(first[sum(sizes) :], [s.stop - s.start for s in self._plain])):
             flat[s] = values.to(flat.device, flat.dtype)
-        sent = first.nbytes
         spoilt = not math.isfinite(largest_magnitude(columns)) if self._pieces else not self._bucket.finite(flat)
         if spoilt:
             for piece in self._pieces:
@@ -78,11 +77,10 @@ class Product:
             encode_s += watch.lap()
             collective.all_reduce(second)
             wire_s += watch.lap()
-            sent += second.nbytes
             for x, p, q_own, q in zip(matrices, ps, own, torch.split(second, [q.numel() for q in own])):
                 self._take(x, p, q_own, q.view(q_own.shape).to(flat.device), flat)
         coder.note(self._bucket, flat, spoilt)
-        coder.cost.add(encode_s, wire_s, watch.lap(), sent)
+        coder.cost.add(encode_s, wire_s, watch.lap())
 
     def _matrix(self, piece: Piece, flat: torch.Tensor) -> _Matrix:
         gradient = flat[piece.at].float()

@@ -27,6 +27,8 @@ from paceline.strategies.reducers.total import Total
 from paceline.strategies.reducers.two_way import TwoWay
 from paceline.transport.arena import Collective, Reduce
 
+_WEIGHED = 10  # passes, after which bytes are compared
+
 
 class Plain:
     """A bucket that travels as it is."""
@@ -42,7 +44,7 @@ class Plain:
             flat.copy_(host)
         if self._coder.owes:
             self._coder.note(self._bucket, host, not self._bucket.finite(host))
-        self._coder.cost.add(0.0, watch.lap(), 0.0, flat.nbytes)
+        self._coder.cost.add(0.0, watch.lap(), 0.0)
 
 
 def make_way(method: Method, coder: Coder, bucket: Bucket, place: tuple[int, int]) -> Way:
@@ -67,6 +69,8 @@ class Reducer:
         self._coder = coder
         self._buckets: dict[int, Bucket] = {}
         self._ways: dict[tuple[str, int], Way] = {}
+        self._since: tuple[int, int, int] | None = None  # the first pass with a codec, and bytes before and after then
+        self._weighed = False
         chooses = isinstance(coder.asked.codec, Auto)
         self._chooser = Chooser(coder, make_way) if chooses and alone else None
         if chooses and not alone and coder.chosen is None:
@@ -93,7 +97,29 @@ class Reducer:
                 coder.flush(bucket, flat)
             if (method.words, offset) not in self._ways:
                 self._ways[method.words, offset] = make_way(method, coder, bucket, place)
-            coder.cost.bytes_before += flat.nbytes
+            if method.codec and not self._chooser:
+                self._weigh_up(method, collective)
+            sent = collective.sent_bytes
             self._ways[method.words, offset].reduce(flat, collective)
+            coder.cost.bytes_before += collective.all_reduce_bytes(flat.nbytes)
+            coder.cost.bytes_after += collective.sent_bytes - sent
 
         return reduce
+
+    def _weigh_up(self, method: Method, collective: Collective) -> None:
+        """After some passes, once: say where what was to save bytes costs more of them."""
+        coder, cost = self._coder, self._coder.cost
+        if self._since is None:
+            self._since = (coder.passes, cost.bytes_before, cost.bytes_after)
+        passes, before, after = self._since
+        if self._weighed or coder.passes - passes < _WEIGHED:
+            return
+        self._weighed = True
+        before, after = cost.bytes_before - before, cost.bytes_after - after
+        if collective.link is not None and after > 1.01 * before:
+            each = 1e6 * _WEIGHED
+            coder.tell(
+                f"codec {method.words} sends {after / each:.3g} MB a step between {collective.size} hosts, and "
+                f"gradients as they are would take {before / each:.3g}: "
+                + ("use none" if method.back else "have sums sent back encoded, with back=quantize(8), or use none")
+            )

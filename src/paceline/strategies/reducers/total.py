@@ -77,7 +77,7 @@ class Total:
         for s, values in zip(self._plain, torch.split(beside, [s.stop - s.start for s in self._plain])):
             flat[s] = values
         coder.note(self._bucket, flat, spoilt)
-        coder.cost.add(encode_s, wire_s, watch.lap(), summed.nbytes + rest.nbytes)
+        coder.cost.add(encode_s, wire_s, watch.lap())
 
     def _agree(
         self, flat: torch.Tensor, finite: bool, collective: Collective

@@ -77,8 +77,7 @@ class TwoWay:
             if out is not part:
                 part.copy_(out)
         coder.note(self._bucket, flat, spoilt)
-        sent = sum(m.numel() for i, m in enumerate(messages) if i != position)
-        coder.cost.add(encode_s, wire_s, decode_s + watch.lap(), sent + message.numel())
+        coder.cost.add(encode_s, wire_s, decode_s + watch.lap())
 
 
 def cut(bucket: Bucket, codec: Codec, size: int) -> list[slice]:
