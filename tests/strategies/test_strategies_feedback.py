@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -275,3 +276,82 @@ def test_other_kinds_of_numbers_travel_as_they_are(codec: str, dtype: torch.dtyp
     results = together(2, body, hosts=["a", "b"])
     for grad, _ in results:
         assert torch.equal(grad, (results[0][1] + results[1][1]).conj().resolve_conj() / 2)
+
+
+# ---- runs that go on elsewhere
+
+
+def saved(group: Group, **way: Any) -> dict[str, Any]:
+    """What a member has to keep after a few steps."""
+    model = Heads()
+    strategy, optimizer = AllReduce(**way), torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy.attach(model, optimizer, World(group))
+    for step in range(3):
+        model.zero_grad()
+        model.backward(a=noise(group, step), b=noise(group, step, "b"))
+        optimizer.step()
+    return copy.deepcopy(strategy.own_state())
+
+
+def unsaid(states: list[dict[str, Any]]) -> torch.Tensor:
+    left = torch.zeros(N)
+    for state in states:
+        for coder in state["coders"]:
+            if "a" in coder["residuals"]:
+                left += coder["residuals"]["a"][:N]
+            for key, part in coder["returns"].items():
+                if key.startswith("a@"):
+                    left[int(key[2:]) : int(key[2:]) + part.numel()] += part
+    return left
+
+
+@pytest.mark.parametrize(
+    ("way", "after"),
+    [
+        *(({"codec": "topk(0.2)"}, after) for after in ("abcd", "aabb", "aaab", "aaaa", "ab", "aabbcc")),
+        *(({"codec": "topk(0.2)", "back": "topk(0.2)"}, after) for after in ("aabb", "aaaa", "ab")),
+        ({"codec": "dgc(0.05)"}, "abb"),
+    ],
+    ids=str,
+)
+def test_what_is_unsaid_is_said_on_any_layout_of_hosts(way: dict[str, str], after: str) -> None:
+    """Members stand still after the resume: what they said later is all that had been left."""
+    states = together(4, lambda group: saved(group, **way), hosts=list("abcd"))
+    left = unsaid(states)
+
+    def body(group: Group) -> tuple[torch.Tensor, dict[str, Any]]:
+        model = Heads()
+        strategy, optimizer = AllReduce(**way), torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy.attach(model, optimizer, World(group))
+        strategy.load_own_state(states[group.rank :: group.size])
+        before = copy.deepcopy(strategy.own_state())
+        for _ in range(25):
+            model.zero_grad()
+            model.backward(a=torch.zeros(N), b=torch.zeros(N))
+            optimizer.step()
+        return -model.a.detach().reshape(-1), before
+
+    results = together(len(after), body, hosts=list(after))
+    speak = [len(set(after)) == 1 or after.index(host) == rank for rank, host in enumerate(after)]
+    assert torch.allclose(unsaid([state for (_, state), speaks in zip(results, speak) if speaks]), left, atol=1e-5)
+    if not way["codec"].startswith("dgc"):  # whose momentum goes on
+        assert all(torch.allclose(said, left, atol=1e-5) for said, _ in results)
+
+
+@pytest.mark.parametrize(("size", "codec"), [(1, "topk(0.05)"), (1, None), (2, None)])
+def test_what_nobody_can_take_over_is_told(size: int, codec: str | None) -> None:
+    states = together(2, lambda group: saved(group, codec="topk(0.05)"), hosts=["a", "b"])
+    norm = sum(float(r.norm()) ** 2 for s in states for r in s["coders"][0]["residuals"].values()) ** 0.5
+
+    def body(group: Group) -> list[str]:
+        told: list[str] = []
+        model, strategy = Heads(), AllReduce(codec=codec)
+        for p in model.parameters():
+            strategy.attach(model, torch.optim.SGD([p], lr=1.0), World(group, tell=told.append))
+        strategy.load_own_state(states[group.rank :: group.size])
+        return told
+
+    for told in together(size, body):
+        assert f"of norm {norm:.3g}, is lost" in told[-1]
+        assert len(told) == (1 if codec is None else 2)
+        assert codec is None or "has no effect: this run has one member" in told[0]

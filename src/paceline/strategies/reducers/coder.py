@@ -204,7 +204,11 @@ class Coder:
                     self.residuals[name] = residual.clone()
             self._rate_of |= state["rates"]
             self._largest |= state.get("largest", {})
-            self.returns |= {key: value.clone() for key, value in state.get("returns", {}).items()}
+            for key, part in state.get("returns", {}).items():
+                other = self.returns.get(key, part.new_zeros(0))  # both begin at the same place
+                short, long = sorted((part, other), key=lambda t: t.numel())
+                self.returns[key] = long.clone()
+                self.returns[key][: short.numel()] += short
 
     # ---- what is unsaid
 
