@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -355,3 +356,34 @@ def test_what_nobody_can_take_over_is_told(size: int, codec: str | None) -> None
         assert f"of norm {norm:.3g}, is lost" in told[-1]
         assert len(told) == (1 if codec is None else 2)
         assert codec is None or "has no effect: this run has one member" in told[0]
+
+
+# ---- several passes before one step
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize(("codec", "kind", "warned"), [
+    ("dgc(0.05)", "two passes", 1), ("dgc(0.05)", "accumulated", 0), ("dgc(0.05)", "one pass", 0),
+    ("dgc(0.05)", "two heads", 1), ("topk(0.05)", "two passes", 0),
+])  # fmt: skip
+def test_momentum_that_counts_twice_in_a_step_is_warned_of(codec: str, kind: str, warned: int, clears: bool) -> None:
+    def body(group: Group) -> None:
+        model, world = Heads(), World(group)
+        strategy, optimizer = AllReduce(codec=codec), torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy.attach(model, optimizer, world)
+        for step in range(3):
+            model.zero_grad(set_to_none=clears)
+            if kind in ("two passes", "accumulated"):
+                world.accumulating = kind == "accumulated"
+                model.backward(a=noise(group, step))
+                world.accumulating = False
+            model.backward(a=noise(group, step))
+            if kind == "two heads":
+                model.backward(b=noise(group, step, "b"))
+            strategy.finish(optimizer)
+            optimizer.step()
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        together(2, body, hosts=["a", "b"])
+    assert sum("run.accumulate()" in str(w.message) for w in seen) == 2 * warned

@@ -96,6 +96,8 @@ class AllReduce:
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         self.reduced()
         self._check_momentum(optimizer)
+        if engine := self._drives.get(id(optimizer)):
+            engine.stepped(optimizer)
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # a pass that failed has been ended too
         if self._engines:

@@ -56,6 +56,8 @@ class Engine:
         self._arrivals: list[str] = []
         self._late: dict[str, torch.Tensor] = {}  # by name: gradients that missed their bucket or have none
         self._bad = ""
+        self._warned = False
+        self._exchanged: set[int] = set()  # ids of parameters whose codec keeps momentum, since their last step
         self._scale = 1.0 / world.group.size
         self._weighing: dict[int, Any] = {}  # hooks by id of the parameter, while this member's batch is not a full one
         self._weights: list[float] = []  # of the passes whose gradients are being added up
@@ -90,10 +92,16 @@ class Engine:
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
         """The user drops an optimizer's gradients now: accumulated passes of which nothing is left weigh nothing."""
+        self.stepped(optimizer)
         if self._weights:
             dropped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if all(p.grad is None or i in dropped for i, p in self._parameters.items()):
                 self._weights.clear()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its gradients are applied, or dropped."""
+        if self._exchanged:
+            self._exchanged -= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     @property
     def complete(self) -> bool:
@@ -180,6 +188,8 @@ class Engine:
         if self._world.check_finite and not self._bad and not torch.isfinite(_dense(grad)).all():
             self._bad = slot.name
         if not grad.is_sparse and grad.data_ptr() == view.data_ptr():
+            if id(p) in self._exchanged:
+                self._warn_of_momentum()
             view.mul_(self._scale)
         elif slot.own.stop and grad.is_contiguous() and grad.dtype == view.dtype:
             self._keep(slot, grad.view(-1))
@@ -270,9 +280,12 @@ class Engine:
                     bucket.flat[:end].mul_(correction)
         else:
             correction = 1.0
+        keeps_momentum = bool(self.coder and getattr(self.coder.method.codec, "momentum", 0.0))
         for slot in layout.slots:
             if control[MARKS + slot.index]:
                 slot.mean = True
+                if keeps_momentum:
+                    self._exchanged.add(id(slot.parameter))
                 slot.parameter.grad = slot.view.detach()  # an alias: what users do to `grad.data` is theirs alone
         if control[LATE]:
             self._add_late(correction)
@@ -343,6 +356,16 @@ class Engine:
         self._layout = Layout(group, named, self._buffers(), self._bucket_bytes, self.coder)
         self._arenas = self._layout.arenas
         self._slots = {id(s.parameter): s for s in self._layout.slots}
+
+    def _warn_of_momentum(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"paceline: member {self._world.group.rank}: several backward passes before one step each exchange "
+                "gradients, and a codec that keeps the momentum counts it in each of them. Put all but the last one "
+                "under run.accumulate()",
+                stacklevel=6,
+            )
 
     def _report_bad(self) -> None:
         told = [n.decode() for n in self._world.group.exchange(self._bad.encode())]
