@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from paceline.strategies.reducers.two_way import cut
 from paceline.testing.cluster import Cluster
 from paceline.testing.together import together
 from paceline.transport.group import Group
+from paceline.transport.link import Link
+from paceline.transport.ring import Ring
 
 HOSTS = {
     "one host": ["a", "a"],
@@ -316,7 +319,10 @@ def test_small_parameters_may_have_momentum_beside_dgc() -> None:
 class Loop:
     """A collective of one member that gives back what the test puts in its place."""
 
-    size, position, link = 2, 0, None
+    size, position, link, sent_bytes = 2, 0, None, 0
+
+    def all_reduce_bytes(self, nbytes: int) -> int:
+        return nbytes
 
     def measure(self) -> None: ...
 
@@ -638,23 +644,67 @@ def test_other_types_and_memory_formats_arrive_where_they_belong(way: dict[str, 
         assert max(off) < 0.05
 
 
-@pytest.mark.parametrize("codec", ["sign", "quantize(4)", "topk(0.05)", "threshold(density=0.05)"])
-def test_the_bytes_that_are_told_are_those_that_the_sockets_count(codec: str) -> None:
-    """Two others get the message behind a head of 32 bytes; where lengths vary, these travel before, in 8 bytes."""
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "cast(bf16)", "sign", "quantize(4)", "quantize(8, shared=True)", "topk(0.05)", "threshold(density=0.05)",
+        "lowrank(2)", "sign, back=sign", "topk(0.05), back=quantize(8)", "nonzero, back=nonzero",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("hosts", ["aa", "ab", "abc", "aabbc"])
+def test_the_bytes_that_are_told_are_those_that_are_sent(
+    monkeypatch: pytest.MonkeyPatch, codec: str, hosts: str
+) -> None:
+    """Before: what the same exchange sends without a codec. Of a host with several members, the first one tells."""
+    monkeypatch.setattr(Ring, "_measured", lambda ring: Link(latency_s=1e-4, bytes_per_s=1e8))
 
-    def body(group: Group) -> tuple[int, int]:
+    def body(group: Group) -> list[tuple[int, int, int]]:
+        rows = []
+        for words in codec, "none":
+            model = nn.Linear(100, 80)
+            strategy = AllReduce(codec=words)
+            strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+            x = torch.randn(4, 100, generator=torch.Generator().manual_seed(group.rank))
+            seen = []
+            for _ in range(3):
+                model.zero_grad()
+                model(x).sum().backward()
+                told = strategy.readings()
+                seen.append((told.get("bytes_before", 0), told.get("bytes_after", 0), sent_between(group)))
+            rows.append(tuple(after - before for before, after in zip(seen[1], seen[2])))
+            strategy.close()
+        return rows  # type: ignore[return-value]
+
+    for rank, ((before, after, counted), (_, _, plain)) in enumerate(together(len(hosts), body, hosts=list(hosts))):
+        if hosts.index(hosts[rank]) == rank or len(set(hosts)) == 1:
+            assert after == counted
+            # On one host, gradients without a codec are summed where they lie.
+            assert len(set(hosts)) == 1 or abs(before - plain) <= 2 * len(hosts) * 4
+        else:
+            assert (before, after) == (0, 0)
+
+
+def sent_between(group: Group) -> int:
+    """What a group counts for those that exchange buckets: with several hosts, on the rings between these."""
+    rings = sum(ring.sent_bytes for ring in group._rings)
+    return rings if len(group._hosts) > 1 else group.sent_bytes
+
+
+@pytest.mark.parametrize(("hosts", "line"), [(2, ""), (8, r"codec quantize.* sends .* between 8 hosts, .* back=")])
+def test_a_codec_that_sends_more_than_none_is_told_once(monkeypatch: pytest.MonkeyPatch, hosts: int, line: str) -> None:
+    """Everyone's message to everyone grows with the number of hosts, and a ring does not."""
+    monkeypatch.setattr(Ring, "_measured", lambda ring: Link(latency_s=1e-6, bytes_per_s=1e6))
+
+    def body(group: Group) -> list[str]:
+        told: list[str] = []
         model = nn.Linear(100, 80)
-        strategy = AllReduce(codec=codec)
-        strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
-        x = torch.randn(4, 100, generator=torch.Generator().manual_seed(3))  # so that all messages are as long
-        told, counted = [], []
-        for _ in range(3):
+        strategy = AllReduce(codec="quantize(8)")
+        strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group, tell=told.append))
+        for _ in range(14):
             model.zero_grad()
-            model(x).sum().backward()
-            told.append(int(strategy.readings()["bytes_after"]))
-            counted.append(group.sent_bytes)
-        return told[2] - told[1], counted[2] - counted[1]
+            model(torch.ones(1, 100)).sum().backward()
+        return told
 
-    for told, counted in together(3, body, hosts=["a", "b", "c"]):
-        lengths = 2 * (32 + 8) if "threshold" in codec else 0
-        assert counted == 2 * (told + 32) + lengths
+    for told in together(hosts, body, hosts=[chr(97 + i) for i in range(hosts)]):
+        assert len(told) == bool(line)
+        assert not line or re.match(line, told[0])

@@ -156,7 +156,10 @@ def test_codes_on_pushes_have_no_times_but_their_encodings() -> None:
     coded = {"codec": "sign", "bytes_before": 3200, "bytes_after": 100, "encode_s": 0.5, "residual_norm": 2.0}
     s = summarise(end(member(0, 0, 9, 1, **coded)))
     assert s.coded is not None
-    assert "encode 0.5 s; unsaid 2" in s.coded.line
+    assert "(32x less); encode 0.5 s; unsaid 2" in s.coded.line
+    s = summarise(end(member(0, 0, 9, 1, **{**coded, "bytes_after": 4000})))
+    assert s.coded is not None
+    assert "(1.25x more)" in s.coded.line
 
 
 def test_the_table_as_text() -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
+from paceline.checkpoint.part import pack, unpack
 from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.words import is_number, split
@@ -29,6 +30,7 @@ from paceline.strategies.engine import Engine
 from paceline.strategies.reducers import Auto, Coder, LowRank, Method
 from paceline.strategies.reducers.coder import SMALL
 from paceline.strategies.strategy import World
+from paceline.transport.group import Group
 
 _FEEDBACK = {"True": True, "False": False, "None": None}
 
@@ -69,6 +71,7 @@ class AllReduce:
         self._drives: dict[int, Engine] = {}  # by id of the optimizer
         self._owned: dict[int, torch.nn.Parameter] = {}  # by id; a parameter belongs to one engine
         self._saved: list[dict[str, Any]] = []  # of engines still to come
+        self._world: World | None = None
         self._task = -1  # the backward pass at whose end we are called
         self._depth = 0  # of passes within passes
 
@@ -87,7 +90,11 @@ class AllReduce:
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         if world.group.size == 1:
+            if self.method.codec and not self._world:
+                world.tell(f"codec {self.method.words} has no effect: this run has one member")
+            self._world = world
             return
+        self._world = world
         self._check_momentum(optimizer)
         engine = self._engines.get(id(model))
         if engine is None:
@@ -105,6 +112,8 @@ class AllReduce:
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         self.reduced()
         self._check_momentum(optimizer)
+        if engine := self._drives.get(id(optimizer)):
+            engine.stepped(optimizer)
         if torch._C._current_graph_task_id() == -1:
             self._task = -1  # a pass that failed has been ended too
         if self._engines:
@@ -185,9 +194,29 @@ class AllReduce:
         return {"coders": [coder.state() for coder in coders]} if coders else {}
 
     def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Called by all members: those that have another one encode for them now give it what they left unsaid."""
+        if self._world is None:
+            return
         coders = [e.coder for e in self._engines.values() if e.coder]
+        kept = [state["coders"] for state in states if state.get("coders")]
+        if coders:
+            kept = _handed_on(kept, self._world.group)
+        else:
+            self._tell_lost(kept, self._world)
         for i, coder in enumerate(coders):
-            coder.load([s["coders"][i] for s in states if len(s.get("coders", ())) > i])
+            coder.load([each[i] for each in kept if len(each) > i])
+
+    def _tell_lost(self, kept: list[list[dict[str, Any]]], world: World) -> None:
+        states = [state for each in kept for state in each]
+        parts = [part for state in states for part in (*state["residuals"].values(), *state["returns"].values())]
+        squares = torch.tensor([float(part.double().square().sum()) for part in parts], dtype=torch.float64).sum()
+        norm = math.sqrt(float(world.group.all_reduce(squares.view(1))))
+        if norm:
+            why = "there is one member" if world.group.size == 1 else "gradients travel as they are"
+            world.tell(
+                f"what a codec had left unsaid before the checkpoint, of norm {norm:.3g}, is lost, since now {why}: "
+                "resume with several members and a codec to keep it"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         engines = self._engines.values()
@@ -244,6 +273,18 @@ def _check_warmup(warmup: Any) -> int:
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ConfigError(f"warmup={warmup!r}: a whole number of backward passes is needed, such as 100, or 0")
     return warmup
+
+
+def _handed_on(kept: list[Any], group: Group) -> list[Any]:
+    """What this member and those for which it exchanges gradients have kept; nothing where another one does so."""
+    speakers = group.speakers
+    if speakers[group.rank] != group.rank:
+        group.send(torch.frombuffer(bytearray(pack(kept)), dtype=torch.uint8), speakers[group.rank])
+        return []
+    for rank, speaker in enumerate(speakers):
+        if speaker == group.rank != rank:
+            kept = kept + unpack(group.recv(rank).numpy().data)
+    return kept
 
 
 def _failed_pass() -> Interrupted:

@@ -56,6 +56,8 @@ class Engine:
         self._arrivals: list[str] = []
         self._late: dict[str, torch.Tensor] = {}  # by name: gradients that missed their bucket or have none
         self._bad = ""
+        self._warned = False
+        self._exchanged: set[int] = set()  # ids of parameters whose codec keeps momentum, since their last step
         self._scale = 1.0 / world.group.size
         self._weighing: dict[int, Any] = {}  # hooks by id of the parameter, while this member's batch is not a full one
         self._weights: list[float] = []  # of the passes whose gradients are being added up
@@ -90,10 +92,16 @@ class Engine:
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
         """The user drops an optimizer's gradients now: accumulated passes of which nothing is left weigh nothing."""
+        self.stepped(optimizer)
         if self._weights:
             dropped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if all(p.grad is None or i in dropped for i, p in self._parameters.items()):
                 self._weights.clear()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its gradients are applied, or dropped."""
+        if self._exchanged:
+            self._exchanged -= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     @property
     def complete(self) -> bool:
@@ -148,8 +156,7 @@ class Engine:
         if self._layout:
             self._layout.start()
         if self.coder:
-            # Where an optimizer divides by what gradients have been, their effect is not in proportion to the rate.
-            groups = [g for optimizer in self._optimizers for g in optimizer.param_groups if "betas" not in g]
+            groups = [g for o in self._optimizers if _is_sgd(o) for g in o.param_groups if not g["momentum"]]
             self.coder.begin({id(p): float(group["lr"]) for group in groups for p in group["params"]})
 
     def _weigh(self, weight: float) -> None:
@@ -181,6 +188,8 @@ class Engine:
         if self._world.check_finite and not self._bad and not torch.isfinite(_dense(grad)).all():
             self._bad = slot.name
         if not grad.is_sparse and grad.data_ptr() == view.data_ptr():
+            if id(p) in self._exchanged:
+                self._warn_of_momentum()
             view.mul_(self._scale)
         elif slot.own.stop and grad.is_contiguous() and grad.dtype == view.dtype:
             self._keep(slot, grad.view(-1))
@@ -255,9 +264,9 @@ class Engine:
         except Interrupted as error:
             group.abort(error)
             raise
-        if self.coder:
-            self.coder.end()
         control = layout.control.tolist()
+        if self.coder:
+            self.coder.end(self._uncounted(self.coder, control))
         self.busy = False
         self._world.granted = self._world.granted or control[WISH] > 0
         if control[BAD]:
@@ -271,14 +280,29 @@ class Engine:
                     bucket.flat[:end].mul_(correction)
         else:
             correction = 1.0
+        keeps_momentum = bool(self.coder and getattr(self.coder.method.codec, "momentum", 0.0))
         for slot in layout.slots:
             if control[MARKS + slot.index]:
                 slot.mean = True
+                if keeps_momentum:
+                    self._exchanged.add(id(slot.parameter))
                 slot.parameter.grad = slot.view.detach()  # an alias: what users do to `grad.data` is theirs alone
         if control[LATE]:
             self._add_late(correction)
         if self._moving and group.rank:
             torch._foreach_copy_(self._buffers(), layout.buffer_views)
+
+    def _uncounted(self, coder: Coder, control: list[float]) -> set[str]:
+        """Parameters whose sums will not be applied: nobody has a gradient for them, or some sum of their optimizer is
+        not finite, so that a GradScaler skips its step."""
+        without = {s.name for s in self._slots.values() if not control[MARKS + s.index]}
+        spoilt = coder.spoilt - without
+        skipped = set(spoilt)
+        for optimizer in self._optimizers if spoilt else ():
+            own = {self._names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
+            if own & spoilt:
+                skipped |= own
+        return without | skipped
 
     def _buffers(self) -> list[torch.Tensor]:
         """Looked up each time: a module may put another tensor in the place of a buffer."""
@@ -333,6 +357,16 @@ class Engine:
         self._arenas = self._layout.arenas
         self._slots = {id(s.parameter): s for s in self._layout.slots}
 
+    def _warn_of_momentum(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"paceline: member {self._world.group.rank}: several backward passes before one step each exchange "
+                "gradients, and a codec that keeps the momentum counts it in each of them. Put all but the last one "
+                "under run.accumulate()",
+                stacklevel=6,
+            )
+
     def _report_bad(self) -> None:
         told = [n.decode() for n in self._world.group.exchange(self._bad.encode())]
         where = ", ".join(f"parameter {name!r} on member {rank}" for rank, name in enumerate(told) if name)
@@ -349,6 +383,12 @@ class Engine:
 _EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_BYTES = 64 << 10  # smaller buffers travel although they have not changed yet; large constants stay at home
 _BATCH_NORMS = (torch.nn.modules.batchnorm._NormBase,)
+
+
+def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Torch's own, also as the run has adopted it; what others have made of it may do something else."""
+    kind = type(optimizer)
+    return isinstance(optimizer, torch.optim.SGD) and kind.__module__ == torch.optim.SGD.__module__
 
 
 def _trainable(p: torch.nn.Parameter) -> bool:

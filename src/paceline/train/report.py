@@ -138,8 +138,8 @@ def _tiles(history: History, summary: Summary) -> str:
     if summary.sent_bytes:
         tiles.append(("sent", figures.size(summary.sent_bytes)))
     if summary.coded and summary.coded.bytes_after:
-        ratio = summary.coded.bytes_before / summary.coded.bytes_after
-        tiles.append((f"less, by {summary.coded.codec}", f"{ratio:.3g}x"))
+        times, what = summary.coded.change
+        tiles.append((f"{what}, by {summary.coded.codec}", times))
     if f"{MEAN}loss" in history.metrics:
         tiles.append(("loss, last epoch", _last(history.metrics[f"{MEAN}loss"])))
     elif "loss" in history.scalars:

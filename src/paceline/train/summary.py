@@ -57,12 +57,17 @@ class Coded(msgspec.Struct, frozen=True, kw_only=True):
     residual_norm: float = 0.0
 
     @property
-    def line(self) -> str:
+    def change(self) -> tuple[str, str]:
+        """How many times less or more."""
         ratio = self.bytes_before / self.bytes_after if self.bytes_after else 0.0
+        return (f"{1 / ratio:.3g}x", "more") if 0 < ratio < 0.995 else (f"{ratio:.3g}x", "less")
+
+    @property
+    def line(self) -> str:
         times = zip(("encode", "wire", "decode"), (self.encode_s, self.wire_s, self.decode_s))
         before, after = figures.size(self.bytes_before), figures.size(self.bytes_after)
         return (
-            f"{self.codec}: {before} became {after} ({ratio:.3g}x less); "
+            f"{self.codec}: {before} became {after} ({' '.join(self.change)}); "
             + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds)
             + f"; unsaid {figures.number(self.residual_norm)}"
         )

@@ -44,6 +44,10 @@ class Collective(Protocol):
     @property
     def position(self) -> int: ...
     @property
+    def sent_bytes(self) -> int:
+        """Of this member's, so far."""
+
+    @property
     def link(self) -> Link | None:
         """What was measured between the members; None where they share memory."""
 
@@ -51,6 +55,9 @@ class Collective(Protocol):
         """Measure the link again, several times; the median counts."""
 
     def all_reduce(self, flat: torch.Tensor) -> None: ...
+    def all_reduce_bytes(self, nbytes: int) -> int:
+        """About how many bytes leave this member in an all-reduce of so many."""
+
     def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None: ...
     def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """Row j of `flat` goes to member j; row j of `out` comes from it."""

@@ -63,6 +63,17 @@ class Group:
             self._leaders = self._ring([host[0] for host in self._hosts], f"{name}/leaders")
 
     @property
+    def speakers(self) -> list[int]:
+        """Of each member, by rank, the one that exchanges gradients for it: the first of its host where there are
+        several hosts, else itself."""
+        own = list(range(self.size))
+        if self.size > 1 and len(self._hosts) > 1:
+            for host in self._hosts:
+                for rank in host:
+                    own[self.ranks.index(rank)] = self.ranks.index(host[0])
+        return own
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of this member's that others have read, over all collectives and arenas of this group."""
         shared = sum(s.sent_bytes for s in (self._local, *self._beneath.values()) if isinstance(s, Shared))

@@ -20,6 +20,7 @@ from paceline.transport.mesh import Fault, Mesh
 from paceline.transport.sender import Sender
 
 _HEAD = struct.Struct("<16sQQ")  # which collective, how many came before, bytes
+HEAD_BYTES = _HEAD.size
 
 
 class Lane:

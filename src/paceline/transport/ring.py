@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.transport.lane import Lane
+from paceline.transport.lane import HEAD_BYTES, Lane
 from paceline.transport.link import Link, doubling_rounds
 from paceline.transport.mesh import Mesh
 
@@ -57,14 +57,25 @@ class Ring:
         _check_adds("all_reduce", flat)
         if not flat.numel():
             return
-        costs = self.cost(flat.nbytes)
         with self._lane.collective("all_reduce", flat.nbytes):
-            if costs["doubling"] <= costs["ring"]:
+            if self._doubles(flat.nbytes):
                 self._double(flat)
             else:
                 bounds = self._bounds(flat)
                 self._scatter_reduce(flat, bounds, into=None)
                 self._gather(flat, bounds)
+
+    def all_reduce_bytes(self, nbytes: int) -> int:
+        """About how many bytes leave this member in an all-reduce of so many."""
+        if not self._doubles(nbytes):
+            return 2 * nbytes - 2 * nbytes // self.size + HEAD_BYTES
+        core = 1 << (self.size.bit_length() - 1)
+        rounds = 1 if self.position >= core else core.bit_length() - 1 + (self.position + core < self.size)
+        return rounds * (nbytes + HEAD_BYTES)
+
+    def _doubles(self, nbytes: int) -> bool:
+        costs = self.cost(nbytes)
+        return costs["doubling"] <= costs["ring"]
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """Put this member's share of the sum of `flat` into `out`. `flat` is work space: it is overwritten."""

@@ -77,7 +77,11 @@ class Shared:
                 self._gather(first + k - 1, parts[k - 1])
         self._gather(first + len(parts) - 1, parts[-1])
         self._round += len(parts)
-        self.sent_bytes += flat.nbytes - flat.nbytes // self.size + flat.nbytes // self.size * (self.size - 1)
+        self.sent_bytes += self.all_reduce_bytes(flat.nbytes)
+
+    def all_reduce_bytes(self, nbytes: int) -> int:
+        """About how many bytes of this member's others read in an all-reduce of so many."""
+        return nbytes - nbytes // self.size + nbytes // self.size * (self.size - 1)
 
     def _read_and_add(self, flat: torch.Tensor) -> None:
         """All-reduce without slots, in turns: read the others' tensors where they lie, sum a block of my part, then

@@ -1,16 +1,20 @@
 """A codec at work on the gradients of one model: its settings, what earlier steps left unsaid, and what it took.
 
-Residuals are keyed by parameter name and stand in units of today's gradients: when the learning rate changes, they are
-scaled, so that what was left unsaid has the effect that it would have had then.
+Residuals are keyed by parameter name. Where the optimizer applies a gradient at once, in proportion to the learning
+rate (SGD without momentum), they stand in units of today's gradients: when the rate changes they are scaled, so that
+what was left unsaid has the effect that it would have had then. That makes them tenfold at most, since the rate counts
+as at least a tenth of the largest so far. A momentum would carry a residual that was scaled at a small rate on into
+larger ones, and what divides by past gradients knows no proportion: there residuals stay as they are.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +26,7 @@ from paceline.strategies.reducers.method import CANDIDATES, Auto, Method
 from paceline.transport.arena import Collective
 
 SMALL = 1024  # elements: fewer travel as they are
+_MOST = 10.0  # times: so much may a smaller learning rate make of what is unsaid
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,14 +37,13 @@ class Cost:
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
-    bytes_before: int = 0
-    bytes_after: int = 0
+    bytes_before: int = 0  # that would have left this member had gradients travelled as they are
+    bytes_after: int = 0  # that have
 
-    def add(self, encode_s: float, wire_s: float, decode_s: float, bytes_after: int) -> None:
+    def add(self, encode_s: float, wire_s: float, decode_s: float) -> None:
         self.encode_s += encode_s
         self.wire_s += wire_s
         self.decode_s += decode_s
-        self.bytes_after += bytes_after
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Piece:
 
     name: str
     at: slice  # of the bucket
-    parameter: int  # its id
+    parameter: int  # its id; 0: what lies there is of several
     rows: int = 1  # of the matrix that its memory holds
     start: int = 0  # in the parameter
     whole: int = 0  # elements of the parameter; 0: this is all of it
@@ -74,6 +78,7 @@ class Bucket:
     dtype: torch.dtype
     numel: int
     pieces: tuple[Piece, ...]
+    every: tuple[Piece, ...] = ()  # also the small ones
     end: int = 0  # where gradients end; behind them stand the control block and buffers
     gaps: tuple[slice, ...] = ()  # between gradients, where nothing is
 
@@ -82,16 +87,20 @@ class Bucket:
         large = tuple(p for p in pieces if p.numel >= SMALL) if dtype in _KINDS else ()
         pairs = itertools.pairwise(sorted((p.at.start, p.at.stop) for p in pieces))
         gaps = tuple(slice(stop, start) for (_, stop), (start, _) in pairs if stop < start)
-        return cls(dtype, numel, large, max((p.at.stop for p in pieces), default=0), gaps)
+        return cls(dtype, numel, large, tuple(pieces), max((p.at.stop for p in pieces), default=0), gaps)
 
     def finite(self, flat: torch.Tensor) -> bool:
         """Whether all gradients are. Asked first, so that no part of a bucket is said without the others; buffers may
         hold what they like, and what a pass that was not finite has left in the gaps is wiped out."""
-        if math.isfinite(largest_magnitude(flat[: self.end])):
+        if _finite(flat[: self.end]):
             return True
         for gap in self.gaps:
             flat[gap] = 0
-        return math.isfinite(largest_magnitude(flat[: self.end]))
+        return _finite(flat[: self.end])
+
+
+def _finite(x: torch.Tensor) -> bool:
+    return math.isfinite(largest_magnitude(torch.view_as_real(x) if x.is_complex() else x))
 
 
 class Coder:
@@ -112,14 +121,15 @@ class Coder:
         self.residuals: dict[str, torch.Tensor] = {}
         self.returns: dict[str, torch.Tensor] = {}  # of sums that this member has encoded, by part of a parameter
         self.warm: dict[str, torch.Tensor] = {}  # the same on all members: where a low-rank reducer goes on
-        self.spoilt = False  # some member's gradient of this pass is not finite
+        self.spoilt: set[str] = set()  # parameters whose sums of this pass are not finite
         self.first_at = 0.0  # when the first bucket of this pass was taken up
         self.hidden_s = 0.0  # of the last pass's exchange: while the backward pass ran
         self.waited_s = 0.0  # and after it
         self._launched_at = 0.0
         self._rates: dict[int, float] = {}  # learning rates of this pass, by id of the parameter
         self._rate_of: dict[str, float] = {}  # at which a residual was left
-        self._unsay: list[Callable[[], object]] = []  # what makes this pass's payloads unsaid
+        self._largest: dict[str, float] = {}  # rate so far, of those that have one
+        self._unsay: dict[str, list[Callable[[], object]]] = {}  # what makes this pass's payloads unsaid, by parameter
         self._seed = seed
 
     def rehearsing(self) -> Coder:
@@ -127,28 +137,39 @@ class Coder:
         return Coder(self.asked, feedback=self.feedback)
 
     def begin(self, rates: dict[int, float]) -> None:
-        """A backward pass begins, with these learning rates."""
+        """A backward pass begins, with the learning rates of what follows them, by id of the parameter."""
         self.passes += 1
         self._rates = rates
         self._unsay.clear()
-        self.spoilt = False
+        self.spoilt.clear()
 
     def launched(self) -> None:
         """The pass has ended here, and its last bucket is on its way."""
         self._launched_at = time.perf_counter()
 
-    def end(self) -> None:
-        """All sums are here. What was said in a pass that does not count is unsaid again."""
+    def end(self, uncounted: Iterable[str] = ()) -> None:
+        """All sums are here. What was said of parameters whose sums nobody will apply is unsaid again."""
         self.waited_s = time.perf_counter() - self._launched_at
         self.hidden_s = max(0.0, self._launched_at - self.first_at)
-        if self.spoilt:
-            for unsay in self._unsay:
+        for name in uncounted:
+            for unsay in self._unsay.get(name, ()):
                 unsay()
         self._unsay.clear()
 
-    def later(self, unsay: Callable[[], object]) -> None:
-        """Have this called at the end of a pass that does not count."""
-        self._unsay.append(unsay)
+    def later(self, piece: Piece, unsay: Callable[[], object]) -> None:
+        """Have this called at the end of the pass where the sum of this parameter does not count."""
+        self._unsay.setdefault(piece.name, []).append(unsay)
+
+    def note(self, bucket: Bucket, flat: torch.Tensor, spoilt: bool) -> None:
+        """A bucket holds its sums, which are `spoilt` where a member had something that is not finite; those of half
+        precision may also have become too large in being summed."""
+        if spoilt or (flat.dtype == torch.float16 and not bucket.finite(flat)):
+            self.spoilt.update(p.name for p in bucket.every if not _finite(flat[p.at]))
+
+    @property
+    def owes(self) -> bool:
+        """Whether something is unsaid, or was until this pass: then it matters which sums are finite."""
+        return bool(self.method.codec or self.residuals or self._unsay)
 
     # ---- state: what all members have alike, and this member's own
 
@@ -168,7 +189,8 @@ class Coder:
                 self.method = self.chosen = chosen
 
     def state(self) -> dict[str, Any]:
-        return {"residuals": self.residuals, "returns": self.returns, "rates": self._rate_of}
+        rates = {"rates": self._rate_of, "largest": self._largest}
+        return {"residuals": self.residuals, "returns": self.returns, **rates}
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Take over what one or several members left unsaid."""
@@ -181,15 +203,21 @@ class Coder:
                 else:
                     self.residuals[name] = residual.clone()
             self._rate_of |= state["rates"]
-            self.returns |= {key: value.clone() for key, value in state.get("returns", {}).items()}
+            self._largest |= state.get("largest", {})
+            for key, part in state.get("returns", {}).items():
+                other = self.returns.get(key, part.new_zeros(0))  # both begin at the same place
+                short, long = sorted((part, other), key=lambda t: t.numel())
+                self.returns[key] = long.clone()
+                self.returns[key][: short.numel()] += short
 
     # ---- what is unsaid
 
-    def takes_feedback(self, codec: Codec) -> bool:
-        return Method(codec).feeds(self.feedback)
+    def takes_feedback(self, codec: Codec, piece: Piece | None = None) -> bool:
+        """Small parameters that are encoded together keep nothing: they are right in the mean."""
+        return Method(codec).feeds(self.feedback) and (piece is None or piece.parameter != 0)
 
     def residual(self, piece: Piece, rows: int = 1, device: torch.device | None = None) -> torch.Tensor:
-        """Of a piece, in units of today's gradients: at half the rate, what was left at the old rate weighs twice."""
+        """Of a piece, in units of today's gradients."""
         residual = self.residuals.get(piece.name)
         if residual is None or residual.numel() % piece.of:
             residual = torch.zeros(rows * piece.of, device=device)
@@ -199,16 +227,25 @@ class Coder:
         if device is not None and residual.device != device:
             residual = residual.to(device)
         self.residuals[piece.name] = residual
-        if piece.parameter in self._rates:
-            now = self._rates[piece.parameter]
-            then = self._rate_of.get(piece.name, now)
-            if now > 0 and now != then:
-                residual[: piece.of].mul_(then / now)  # not what else a codec keeps: momentum is in no units of steps
-                for key, part in self.returns.items():
-                    if key.rpartition("@")[0] == piece.name:
-                        part.mul_(then / now)
-            self._rate_of[piece.name] = now
+        self._rescale(piece)
         return residual if rows > 1 else residual[piece.start : piece.start + piece.numel]
+
+    def _rescale(self, piece: Piece) -> None:
+        """At half the rate, what was left at the old rate weighs twice."""
+        if piece.parameter not in self._rates:
+            self._rate_of.pop(piece.name, None)
+            return
+        rate = self._rates[piece.parameter]
+        largest = self._largest[piece.name] = max(rate, self._largest.get(piece.name, 0.0))
+        now = max(rate, largest / _MOST)
+        then = self._rate_of.get(piece.name, now)
+        self._rate_of[piece.name] = now
+        if now > 0 and now != then:
+            if piece.name in self.residuals:  # not what else a codec keeps: momentum is in no units of steps
+                self.residuals[piece.name][: piece.of].mul_(then / now)
+            for key, part in self.returns.items():
+                if key.rpartition("@")[0] == piece.name:
+                    part.mul_(then / now)
 
     def flush(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Add to a bucket that travels as it is what was left unsaid before."""
@@ -216,8 +253,10 @@ class Coder:
             left = self.residuals.pop(piece.name, None)
             if left is not None and left.numel() >= piece.of:
                 self.residuals[piece.name] = left
-                flat[piece.at] += self.residual(piece, left.numel() // piece.of)[: piece.numel].to(flat.dtype)
+                left = self.residual(piece, left.numel() // piece.of, flat.device)
+                flat[piece.at] += left[: piece.numel].to(flat.dtype)
                 del self.residuals[piece.name]
+                self.later(piece, functools.partial(self.residuals.__setitem__, piece.name, left))
 
     def fold(self, bucket: Bucket, own: Sequence[Piece]) -> None:
         """What was left of sums that this member makes no more goes to its residuals."""
@@ -226,8 +265,8 @@ class Coder:
         for key, left in list(self.returns.items()):
             name, _, start = key.rpartition("@")
             if name in pieces and keep.get(key) != left.numel():
-                del self.returns[key]
                 residual = self.residual(pieces[name])
+                del self.returns[key]
                 residual[int(start) : int(start) + left.numel()] += left.to(residual.device)
 
     # ---- one piece
@@ -237,25 +276,30 @@ class Coder:
         agreed: torch.Tensor | None = None,
     ) -> int:  # fmt: skip
         """Encode a piece of this member's gradients; `place`: its position, and of how many."""
-        feeds = self.takes_feedback(codec)
+        feeds = self.takes_feedback(codec, piece)
         residual = self.residual(piece, codec.rows, x.device) if feeds or codec.rows > 1 else None
+        # Where nobody has a gradient, what else the codec keeps has to stay as it is too: momentum must not go on.
+        before = residual.clone() if residual is not None and codec.rows > 1 and not bool(x.any()) else None
         n = codec.encode_into(x, residual, out, self._context(piece, place, "", agreed))
-        if residual is not None and feeds:
+        if residual is not None and before is not None:
+            self.later(piece, functools.partial(residual.copy_, before))
+        elif residual is not None and feeds:
             unsaid = residual[: piece.numel]
-            self.later(lambda: codec.decode_add(out[:n], unsaid))
+            self.later(piece, lambda: codec.decode_add(out[:n], unsaid))
         return n
 
     def encode_sum(self, codec: Codec, piece: Piece, x: torch.Tensor, out: torch.Tensor, place: tuple[int, int]) -> int:
         """Encode a piece of what all have said, which this member has summed."""
         residual = None
-        if self.takes_feedback(codec):
+        if self.takes_feedback(codec, piece):
+            self._rescale(piece)
             key = _key(piece)
             residual = self.returns.get(key)
             if residual is None or residual.numel() != piece.numel:
                 residual = torch.zeros(piece.numel)
             self.returns[key] = residual = residual.to(x.device)
             before = residual.clone()
-            self.later(lambda: residual.copy_(before))  # those whose sum it is have it back
+            self.later(piece, lambda: residual.copy_(before))  # those whose sum it is have it back
         return codec.encode_into(x, residual, out, self._context(piece, place, "back", None))
 
     def _context(self, piece: Piece, place: tuple[int, int], way: str, agreed: torch.Tensor | None) -> Context:

@@ -39,8 +39,8 @@ class Gather:
         for position, m in enumerate(messages):
             frame.add(m, out, position)
         if not all(says):
-            coder.spoilt = True
             frame.spoil(out)
         if out is not flat:
             flat.copy_(out)
-        coder.cost.add(encode_s, wire_s, watch.lap(), message.numel())
+        coder.note(self._bucket, flat, not all(says))
+        coder.cost.add(encode_s, wire_s, watch.lap())

@@ -63,9 +63,8 @@ class Product:
         columns = first[: sum(sizes)]
         for s, values in zip(self._plain, torch.split(first[sum(sizes) :], [s.stop - s.start for s in self._plain])):
             flat[s] = values.to(flat.device, flat.dtype)
-        sent = first.nbytes
-        if not math.isfinite(largest_magnitude(columns)):
-            coder.spoilt = True
+        spoilt = not math.isfinite(largest_magnitude(columns)) if self._pieces else not self._bucket.finite(flat)
+        if spoilt:
             for piece in self._pieces:
                 flat[piece.at] = torch.nan
         elif self._pieces:
@@ -78,10 +77,10 @@ class Product:
             encode_s += watch.lap()
             collective.all_reduce(second)
             wire_s += watch.lap()
-            sent += second.nbytes
             for x, p, q_own, q in zip(matrices, ps, own, torch.split(second, [q.numel() for q in own])):
                 self._take(x, p, q_own, q.view(q_own.shape).to(flat.device), flat)
-        coder.cost.add(encode_s, wire_s, watch.lap(), sent)
+        coder.note(self._bucket, flat, spoilt)
+        coder.cost.add(encode_s, wire_s, watch.lap())
 
     def _matrix(self, piece: Piece, flat: torch.Tensor) -> _Matrix:
         gradient = flat[piece.at].float()
@@ -101,7 +100,7 @@ class Product:
     def _take(self, x: _Matrix, p: torch.Tensor, q_own: torch.Tensor, q: torch.Tensor, flat: torch.Tensor) -> None:
         if self._feedback:
             x.m.addmm_(p, q_own.T, alpha=-1)
-            self._coder.later(lambda: x.m.addmm_(p, q_own.T))
+            self._coder.later(x.piece, lambda: x.m.addmm_(p, q_own.T))
         total = p[:, :1] * q[:, 0]
         for i in range(1, self._rank):
             total += p[:, i : i + 1] * q[:, i]

@@ -7,8 +7,9 @@
     Product    matrices as products of thin ones, in two rounds
 
 Where a gradient is not finite, its member's message says so and everyone's gradients of that bucket become nan: a
-GradScaler skips the step on all members, and `check_finite` names the parameter. What was said in that pass counts for
-nothing then, so every member gives it back to its residuals.
+GradScaler skips the step on all members, and `check_finite` names the parameter. What was said in that pass of the
+parameters whose step is skipped counts for nothing then, so every member gives it back to its residuals. So it is with
+a parameter for which nobody had a gradient: it gets none, whatever was said.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from paceline.strategies.reducers.total import Total
 from paceline.strategies.reducers.two_way import TwoWay
 from paceline.transport.arena import Collective, Reduce
 
+_WEIGHED = 10  # passes, after which bytes are compared
+
 
 class Plain:
     """A bucket that travels as it is."""
@@ -39,9 +42,9 @@ class Plain:
         collective.all_reduce(host)
         if host is not flat:
             flat.copy_(host)
-        if self._coder.method.codec and not self._bucket.finite(host):
-            self._coder.spoilt = True  # what is said beside it counts for nothing
-        self._coder.cost.add(0.0, watch.lap(), 0.0, flat.nbytes)
+        if self._coder.owes:
+            self._coder.note(self._bucket, host, not self._bucket.finite(host))
+        self._coder.cost.add(0.0, watch.lap(), 0.0)
 
 
 def make_way(method: Method, coder: Coder, bucket: Bucket, place: tuple[int, int]) -> Way:
@@ -66,6 +69,8 @@ class Reducer:
         self._coder = coder
         self._buckets: dict[int, Bucket] = {}
         self._ways: dict[tuple[str, int], Way] = {}
+        self._since: tuple[int, int, int] | None = None  # the first pass with a codec, and bytes before and after then
+        self._weighed = False
         chooses = isinstance(coder.asked.codec, Auto)
         self._chooser = Chooser(coder, make_way) if chooses and alone else None
         if chooses and not alone and coder.chosen is None:
@@ -92,7 +97,29 @@ class Reducer:
                 coder.flush(bucket, flat)
             if (method.words, offset) not in self._ways:
                 self._ways[method.words, offset] = make_way(method, coder, bucket, place)
-            coder.cost.bytes_before += flat.nbytes
+            if method.codec and not self._chooser:
+                self._weigh_up(method, collective)
+            sent = collective.sent_bytes
             self._ways[method.words, offset].reduce(flat, collective)
+            coder.cost.bytes_before += collective.all_reduce_bytes(flat.nbytes)
+            coder.cost.bytes_after += collective.sent_bytes - sent
 
         return reduce
+
+    def _weigh_up(self, method: Method, collective: Collective) -> None:
+        """After some passes, once: say where what was to save bytes costs more of them."""
+        coder, cost = self._coder, self._coder.cost
+        if self._since is None:
+            self._since = (coder.passes, cost.bytes_before, cost.bytes_after)
+        passes, before, after = self._since
+        if self._weighed or coder.passes - passes < _WEIGHED:
+            return
+        self._weighed = True
+        before, after = cost.bytes_before - before, cost.bytes_after - after
+        if collective.link is not None and after > 1.01 * before:
+            each = 1e6 * _WEIGHED
+            coder.tell(
+                f"codec {method.words} sends {after / each:.3g} MB a step between {collective.size} hosts, and "
+                f"gradients as they are would take {before / each:.3g}: "
+                + ("use none" if method.back else "have sums sent back encoded, with back=quantize(8), or use none")
+            )

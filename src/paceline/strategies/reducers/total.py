@@ -62,7 +62,6 @@ class Total:
         wire_s += watch.lap()
         if self._dtype.is_floating_point:
             spoilt = not math.isfinite(largest_magnitude(summed))
-        coder.spoilt = coder.spoilt or spoilt
         here, beside = summed.to(flat.device), rest.to(flat.device)
         for piece, room, numbers in zip(pieces, self._rooms, torch.split(here, [c.numel() for c in codes])):
             head = codec.head_bytes(piece.numel)
@@ -77,7 +76,8 @@ class Total:
                 flat[piece.at] = numbers.to(flat.dtype)
         for s, values in zip(self._plain, torch.split(beside, [s.stop - s.start for s in self._plain])):
             flat[s] = values
-        coder.cost.add(encode_s, wire_s, watch.lap(), summed.nbytes + rest.nbytes)
+        coder.note(self._bucket, flat, spoilt)
+        coder.cost.add(encode_s, wire_s, watch.lap())
 
     def _agree(
         self, flat: torch.Tensor, finite: bool, collective: Collective

@@ -65,18 +65,19 @@ class TwoWay:
         sizes = [frame.nbytes for frame in self._home]
         sums = gather(message, None if self._back.varies else sizes, max(sizes), collective)
         wire_s += watch.lap()
+        spoilt = False
         for i, (frame, m) in enumerate(zip(self._home, sums)):
             part = flat[frame.at]
             out = part.zero_() if flat.dtype == torch.float32 else torch.zeros_like(part, dtype=torch.float32)
             says = frame.says(m, i)
             frame.add(m, out, i)
             if not says:
-                coder.spoilt = True
+                spoilt = True
                 frame.spoil(out)
             if out is not part:
                 part.copy_(out)
-        sent = sum(m.numel() for i, m in enumerate(messages) if i != position)
-        coder.cost.add(encode_s, wire_s, decode_s + watch.lap(), sent + message.numel())
+        coder.note(self._bucket, flat, spoilt)
+        coder.cost.add(encode_s, wire_s, decode_s + watch.lap())
 
 
 def cut(bucket: Bucket, codec: Codec, size: int) -> list[slice]:
