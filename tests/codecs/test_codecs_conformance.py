@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import warnings
 from typing import Any
@@ -345,3 +347,40 @@ def test_scales_that_members_agreed_on_must_fit() -> None:
     for agreed in torch.ones(4), torch.ones(5, dtype=torch.float64), torch.ones(5, 1):
         with pytest.raises(ConfigError, match="5 blocks"):
             codec.encode_into(x, None, room, Context(agreed=agreed))
+
+
+LOADED = """
+import json, pathlib, sys, torch
+from numba.core.registry import CPUDispatcher
+from paceline.codecs import Context, make_codec, warm_up
+
+def kernels():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("paceline.codecs.kernels."):
+            for each in vars(module).values():
+                if isinstance(each, CPUDispatcher):
+                    found[f"{each.py_func.__module__}.{each.py_func.__name__}"] = len(each.signatures)
+    return found
+
+words = json.loads(sys.argv[1])
+codecs = [make_codec(w) for w in words]
+for codec in codecs:
+    warm_up(codec, torch.device("cpu"))
+before, numel = kernels(), 70_001
+for word, codec in zip(words, codecs):
+    for x in torch.randn(numel), torch.randn(numel) * (torch.rand(numel) < 0.01), torch.zeros(numel):
+        residual, out = torch.zeros(codec.rows * numel), torch.empty(codec.nbytes(numel), dtype=torch.uint8)
+        n = codec.encode_into(x, residual, out, Context(step=3, size=2, agreed=codec.agree(x, residual)))
+        codec.decode_add(out[:n], torch.zeros(numel), 0.5)
+    assert kernels() == before, word
+assert sum(before.values()) > 10
+"""
+
+
+@pytest.mark.slow
+def test_after_a_warm_up_no_kernel_is_loaded_or_compiled() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, json.dumps(WORDS)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr

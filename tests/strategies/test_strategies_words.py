@@ -1,4 +1,4 @@
-"""What AllReduce is told of codecs, in words and as objects."""
+"""What AllReduce is told of codecs, in words and as objects, and what it does with them before the first step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.codecs import Sign
+from paceline.codecs import Context, Sign
 from paceline.core.errors import ConfigError
 from paceline.strategies import AllReduce, World, make_strategy
 from paceline.testing.together import together
@@ -51,10 +51,35 @@ def test_feedback_and_warmup_can_be_said_in_words() -> None:
         ({"warmup": True}, "a whole number"),
         ({"feedback": "no"}, "True, False, or None"),
         ({"feedback": 0}, "True, False, or None"),
-        ({"bucket_mb": "x"}, "a number above 0"),
-        ({"bucket_mb": True}, "a number above 0"),
+        ({"bucket_mb": "x"}, "more than 0"),
+        ({"bucket_mb": True}, "more than 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AllReduce(**settings)
+
+
+class Noted(Sign):
+    """Notes how many elements it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+
+    def encode_into(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, context: Context) -> int:
+        self.given.append(x.numel())
+        return super().encode_into(x, residual, out, context)
+
+
+def test_kernels_are_loaded_before_anything_is_counted() -> None:
+    def body(group: Group) -> tuple[list[int], list[int], dict[str, Any]]:
+        codec, back, model = Noted(), Noted(), nn.Linear(100, 30)
+        strategy = AllReduce(codec=codec, back=back)
+        strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), World(group))
+        return codec.given, back.given, strategy.readings()
+
+    for there, home, readings in together(2, body, hosts=["a", "b"]):
+        assert there
+        assert home
+        assert readings["encode_s"] == readings["decode_s"] == readings["residual_norm"] == 0

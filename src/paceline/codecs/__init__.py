@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.codecs.cast import Cast
-from paceline.codecs.codec import Codec, Context, PayloadError
+from paceline.codecs.codec import Codec, Context, PayloadError, warm_up
 from paceline.codecs.dgc import DGC
 from paceline.codecs.nonzero import NonZero
 from paceline.codecs.quantize import Quantize
@@ -63,5 +63,7 @@ __all__ = [
     "Ternary",
     "Threshold",
     "TopK",
+    "check_codec",
     "make_codec",
+    "warm_up",
 ]

@@ -95,6 +95,16 @@ class Codec(Protocol):
         """
 
 
+def warm_up(codec: Codec, device: torch.device) -> None:
+    """Encode and decode a little, so that the first gradients do not wait until kernels are loaded or compiled."""
+    full = torch.arange(1.0, 65.0, device=device)
+    for x in full, full * (full % 2 == 0), full * (full == 1):  # nonzero has a way for each
+        residual = torch.zeros(codec.rows * len(x), device=device)
+        out = torch.empty(codec.nbytes(len(x)), dtype=torch.uint8, device=device)
+        n = codec.encode_into(x, residual, out, Context(agreed=codec.agree(x, residual)))
+        codec.decode_add(out[:n], torch.zeros_like(x))
+
+
 def check_tensor(x: torch.Tensor, residual: torch.Tensor | None, codec: Codec) -> None:
     """Refuse what no codec encodes; kernels do not look at types, nor where a tensor ends."""
     if not _flat(x, torch.float32, x.device):

@@ -27,7 +27,7 @@ from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.words import is_number, split
 from paceline.strategies.engine import Engine
-from paceline.strategies.reducers import Auto, Coder, LowRank, Method
+from paceline.strategies.reducers import Auto, Coder, LowRank, Method, load
 from paceline.strategies.reducers.coder import SMALL
 from paceline.strategies.strategy import World
 from paceline.transport.group import Group
@@ -62,7 +62,7 @@ class AllReduce:
         warmup: int = 0,
     ) -> None:
         if not is_number(bucket_mb) or not bucket_mb > 0:
-            raise ConfigError(f"allreduce(bucket_mb={bucket_mb!r}): a number above 0 is needed, such as 4")
+            raise ConfigError(f"allreduce(bucket_mb={bucket_mb!r}): must be more than 0, such as 4")
         self.method = Method()
         self._feedback, self._warmup = _check_feedback(feedback), _check_warmup(warmup)
         self.take(codec, back)
@@ -98,7 +98,7 @@ class AllReduce:
         self._check_momentum(optimizer)
         engine = self._engines.get(id(model))
         if engine is None:
-            engine = Engine(model, world, self.bucket_bytes, self._arm, self._owned, self._coder(world))
+            engine = Engine(model, world, self.bucket_bytes, self._arm, self._owned, self._coder(model, world))
             self._engines[id(model)] = engine
             if self._saved:
                 self._restore(engine, self._saved.pop(0))
@@ -163,7 +163,7 @@ class AllReduce:
                         f"parameters of fewer than {SMALL} elements may have a group of their own with momentum"
                     )
 
-    def _coder(self, world: World) -> Coder | None:
+    def _coder(self, model: torch.nn.Module, world: World) -> Coder | None:
         mine = f"{self.method.words}, feedback={self._feedback}, warmup={self._warmup}"
         told = [words.decode() for words in world.group.exchange(mine.encode())]
         for rank, words in enumerate(told):
@@ -173,6 +173,8 @@ class AllReduce:
             return None
         if self._feedback is False and getattr(self.method.codec, "rows", 1) > 1:
             raise ConfigError(f"feedback=False: {self.method.words} is nothing without what it keeps")
+        for device in {p.device for p in model.parameters() if p.requires_grad}:
+            load(self.method, device)
         seed = world.seed * 1009 + len(self._engines)
         return Coder(self.method, feedback=self._feedback, warmup=self._warmup, seed=seed, tell=world.tell)
 

@@ -2,6 +2,6 @@
 
 from paceline.strategies.reducers.coder import Coder, Piece
 from paceline.strategies.reducers.method import Auto, LowRank, Method
-from paceline.strategies.reducers.reducer import Reducer
+from paceline.strategies.reducers.reducer import Reducer, load
 
-__all__ = ["Auto", "Coder", "LowRank", "Method", "Piece", "Reducer"]
+__all__ = ["Auto", "Coder", "LowRank", "Method", "Piece", "Reducer", "load"]

@@ -28,7 +28,7 @@ _HEAD = 8
 _NOT_FINITE = 1
 _WORTH = 64  # elements: as many bytes saved as a piece costs, several times
 
-_FOR_SMALL = Quantize(8, stochastic=True)
+FOR_SMALL = Quantize(8, stochastic=True)
 
 Encode = Callable[[Codec, Piece, torch.Tensor, torch.Tensor], int]  # a piece's values into a room; how many bytes
 
@@ -56,7 +56,7 @@ class Frame:
         self._rest = [Piece(beside, slice(0, numel), 0)] if coarse else []
         rest = sum(s.stop - s.start for s in self._plain) * bucket.dtype.itemsize
         self._start = _HEAD + 4 * (len(self.coded) + len(self._rest))
-        sizes = [codec.nbytes(p.numel) for p in self.coded] + [_FOR_SMALL.nbytes(p.numel) for p in self._rest]
+        sizes = [codec.nbytes(p.numel) for p in self.coded] + [FOR_SMALL.nbytes(p.numel) for p in self._rest]
         self.nbytes = padded(self._start + sum(map(padded, sizes)) + rest)
         self._message = torch.empty(0, dtype=torch.uint8)
         self._room = self._message
@@ -77,7 +77,7 @@ class Frame:
                 length = encode(self._codec, piece, values[self._within(piece)].float(), room[at:])
             elif says:
                 small = torch.cat([values[s] for s in self._small]).float()
-                length = encode(_FOR_SMALL, piece, small, room[at:])
+                length = encode(FOR_SMALL, piece, small, room[at:])
             lengths[i] = length
             at += padded(length)
         for s in self._plain:
@@ -109,12 +109,12 @@ class Frame:
         body, at = message[self._start :].to(out.device), 0
         for i, (piece, length) in enumerate(zip([*self.coded, *self._rest], lengths)):
             small = i == len(self.coded)
-            most = (_FOR_SMALL if small else codec).nbytes(piece.numel)
+            most = (FOR_SMALL if small else codec).nbytes(piece.numel)
             if not 0 <= length <= most or at + length > len(body):
                 raise PayloadError(f"member {position} sent {length} bytes for {piece.name!r}, which cannot be")
             if says and small:
                 values = torch.zeros(piece.numel, device=out.device)
-                _FOR_SMALL.decode_add(body[at : at + length], values)
+                FOR_SMALL.decode_add(body[at : at + length], values)
                 for s, part in zip(self._small, torch.split(values, [s.stop - s.start for s in self._small])):
                     out[s] += part
             elif says:

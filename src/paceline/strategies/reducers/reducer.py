@@ -18,8 +18,10 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.codecs import warm_up
 from paceline.strategies.reducers.auto import Chooser
 from paceline.strategies.reducers.coder import Bucket, Coder, Piece, Watch, Way
+from paceline.strategies.reducers.frame import FOR_SMALL, is_coarse
 from paceline.strategies.reducers.gather import Gather
 from paceline.strategies.reducers.low_rank import Product
 from paceline.strategies.reducers.method import Auto, LowRank, Method
@@ -57,6 +59,16 @@ def make_way(method: Method, coder: Coder, bucket: Bucket, place: tuple[int, int
     if method.back:
         return TwoWay(codec, method.back, coder, bucket, place)
     return Total(codec, coder, bucket) if codec.adds_as else Gather(codec, coder, bucket)
+
+
+def load(method: Method, device: torch.device) -> None:
+    """Load the kernels that its codecs need. What is chosen later is rehearsed first, and so loaded then."""
+    codec = method.codec
+    if codec is not None and not isinstance(codec, Auto | LowRank):
+        small = FOR_SMALL if is_coarse(codec) or (method.back and is_coarse(method.back)) else None
+        for each in codec, method.back, small:
+            if each:
+                warm_up(each, device)
 
 
 class Reducer:
