@@ -253,14 +253,9 @@ def groups(optimizer: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_rate_that_turns_weights_around_is_refused() -> None:
     push = Push(worker=0, age=0, lr=2.0, version=1)
     with pytest.raises(ConfigError, match=r"decay\(rate=0.5\): at a learning rate of 2.0"):
+        Decay(0.5).accepts(push)  # before anything is applied
+    with pytest.raises(ConfigError, match=r"decay\(rate=0.5\): at a learning rate of 2.0"):
         Decay(0.5).on_push("w", torch.ones(1), torch.ones(1), push)
-
-
-def test_decay_of_versions_that_begin_anew_or_stand_still() -> None:
-    decay, weights = Decay(0.5), torch.ones(1)
-    for version, expected in [(7, 0.5), (7, 0.5), (8, 0.25), (2, 0.25), (4, 0.0625)]:
-        decay.on_push("w", torch.ones(1), weights, Push(worker=0, age=0, lr=1.0, version=version))
-        assert float(weights) == expected
 
 
 def test_decay_with_one_worker_is_weight_decay_of_sgd() -> None:

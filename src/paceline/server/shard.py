@@ -15,18 +15,18 @@ its next one is the number of others' pushes in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.server.corrected import Corrected
 from paceline.server.gates import Together, make_gate
-from paceline.server.kept import MARK, Kept, chunk_key
+from paceline.server.kept import MARK, Kept
 from paceline.server.messages import Push, Rule, Standing
 from paceline.server.placement import Placement
 from paceline.server.stock import Stock
-from paceline.staleness import Push as Arrival
 from paceline.staleness import make_corrections
 
 _MOST_THREADS = 1024  # of a worker
@@ -71,6 +71,7 @@ class Shard:
         self.rule = rule
         self.gate = make_gate(rule.gate)
         self.correction = make_corrections(rule.correct or None)
+        self._corrected = Corrected(self.stock, self.correction) if self.correction else None
         self._kept = Kept(self, self.correction) if self.correction else None
         self.version = 0
         self.round = 0  # of those with backups: the same on all shards
@@ -245,14 +246,12 @@ class Shard:
 
     def weights(self, rank: int, index: int) -> torch.Tensor:
         """What a worker is to get of a chunk now."""
-        weights = sent = self.stock.weights[index]
         if self._kept:
             self._kept.settle()
-        if self.correction and self.correction.reads:
-            asks = self._asks.get(rank)
-            for worker in self._workers(rank) if asks is None else [_worker(rank, asks)]:
-                sent = self.correction.on_pull(chunk_key(index), weights, worker, self.stock.rate(index))
-        return sent
+        if not self._corrected:
+            return self.stock.weights[index]
+        asks = self._asks.get(rank)
+        return self._corrected.pull(index, self._workers(rank) if asks is None else [_worker(rank, asks)])
 
     def pulls(self, rank: int) -> None:
         """A worker is about to get all weights as they are now, and not for a push of one of its threads."""
@@ -296,10 +295,12 @@ class Shard:
 
     # ---- state, for checkpoints
 
-    def state(self, index: int, piece: int) -> dict[str, Any]:
-        """The optimizer's state of a piece, and what corrections keep of it."""
-        own = self.stock.state(index, piece)
-        return own | self._kept.of(index, piece) if self._kept else own
+    def states(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """By chunk and piece: the optimizer's state, and what corrections keep."""
+        kept = self._kept.all() if self._kept else {}
+        for index, chunk in enumerate(self.chunks):
+            for piece in range(len(chunk.pieces)):
+                yield index, piece, self.stock.state(index, piece) | kept.get((index, piece), {})
 
     def store_state(self, index: int, piece: int, key: str, value: Any) -> None:
         if key.startswith(MARK):
@@ -314,23 +315,23 @@ class Shard:
         if self.sync:
             ago = self.round - push.round if self._backups else age
             return f"its round was closed {ago} rounds ago" if ago else ""
-        if self.correction and not self.correction.accepts(self._arrival(rank, push, age)):
+        worker = _worker(rank, push.thread)
+        if self._corrected and not self._corrected.accepts(worker, age, self.version, push.groups):
             return f"it is {age} versions old"
         return ""
 
-    def _arrival(self, rank: int, push: Push, age: int) -> Arrival:
-        lr = max((float(group.get("lr", 0.0)) for group in push.groups), default=0.0)
-        return Arrival(worker=_worker(rank, push.thread), age=age, lr=lr, version=self.version)
-
     def _apply_one(self, rank: int, index: int, gradient: torch.Tensor, missing: frozenset[int], under: Under) -> None:
-        if not under.push.weight:
+        push = under.push
+        if not push.weight:
             return
-        if under.push.weight != 1.0 or self.correction:
-            gradient = torch.mul(gradient, under.push.weight, out=self.stock.scratch(index))
-        if self.correction:
-            arrival = self._arrival(rank, under.push, under.age)
-            gradient = self.correction.on_push(chunk_key(index), gradient, self.stock.weights[index], arrival)
-        self.stock.apply(index, gradient, missing, under.push.groups)
+        if push.weight != 1.0 or self._corrected:
+            gradient = torch.mul(gradient, push.weight, out=self.stock.scratch(index))
+        if self._corrected:
+            worker = _worker(rank, push.thread)
+            self._corrected.push(
+                index, gradient, missing, worker=worker, age=under.age, version=self.version, groups=push.groups
+            )
+        self.stock.apply(index, gradient, missing, push.groups)
 
     def _end(self, rank: int, under: Under) -> None:
         """A push is whole."""
