@@ -149,7 +149,7 @@ def test_the_rates_of_other_groups_do_not_matter(correct: str) -> None:
     for table in one, other:
         table.join(2)
         for i in range(8):
-            table.options = [{"lr": 0.1 / (i + 1)}, {"lr": 1e-3 if table is one else 2.0 * (i % 3)}, {"lr": 3.0}]
+            table.options = [{"lr": 0.1 / (i + 1)}, {"lr": 1e-3 if table is one else 1.0 * (i % 3)}, {"lr": 3.0}]
             table.push(i % 2, [torch.linspace(i, 1, size, dtype=torch.float64) for size in SIZES])
     first, *_, last = (a.equal(b) for a, b in zip(one.pull(0), other.pull(0)))
     assert (first, last) == (True, True)
@@ -185,3 +185,37 @@ def test_a_rate_that_decay_cannot_take_is_refused_before_anything_is_applied() -
     with pytest.raises(ConfigError, match=r"decay\(rate=3\): at a learning rate of 0.5"):
         table.push(0, of(first, [True] * 4, 1))
     assert all(map(torch.equal, first, table.pull(0)))
+
+
+def test_in_sync_corrections_rest_and_begin_anew_behind_it() -> None:
+    correct = "compensate(adaptive=True) + gap + dana(0.9) + decay(0.1)"
+    table, plain = Table(correct, [0, 1, 1, 2]), Table("", [0, 1, 1, 2], gate="sync")
+    for each in table, plain:
+        each.join(1)
+    for i in range(4):
+        table.push(0, of(table.pull(0), [True] * 4, i))
+    table.shard.turn("sync")
+    plain.shard.stock.store(0, table.shard.stock.weights[0])
+    assert all(map(torch.equal, table.pull(0), plain.pull(0)))  # not ahead of where they are
+    for i in range(3):
+        sent = [each.push(0, of(each.pull(0), [True] * 4, i)) for each in (table, plain)]
+        assert all(map(torch.equal, *sent))
+    table.shard.turn("async")
+    anew = Table(correct, [0, 1, 1, 2])
+    anew.shard.stock.store(0, plain.shard.stock.weights[0])
+    anew.join(1)
+    table.pull(0)  # as a worker does when the gate has turned
+    for i in range(4):
+        sent = [each.push(0, of(each.pull(0), [True] * 4, i)) for each in (table, anew)]
+        assert all(map(torch.equal, *sent))
+
+
+def test_between_async_and_bounded_corrections_go_on() -> None:
+    table, other = Table("dana(0.9)", [0, 1, 1, 2]), Table("dana(0.9)", [0, 1, 1, 2])
+    for each in table, other:
+        each.join(1)
+        for i in range(4):
+            if each is table and i == 2:
+                each.shard.turn("bounded(staleness=4)")
+            each.push(0, of(each.pull(0), [True] * 4, i))
+    assert all(map(torch.equal, table.pull(0), other.pull(0)))

@@ -6,7 +6,7 @@ goes out is `ready(rank, chunk)`: these weights may go to that worker now. So an
     async, bounded   a part is corrected for its age and applied when it comes; the worker gets the chunk back at once,
                      or when the gate opens
     sync             parts are kept until all workers have sent theirs, then summed in the order of ranks and applied;
-                     with backups a round is closed by one word for all shards (`server.rounds`)
+                     with backups a round is closed by one word for all shards (`server.rounds`); nothing is corrected
 
 The version counts pushes that were applied (in sync: rounds). A worker's own push counts as seen by it, so the age of
 its next one is the number of others' pushes in between.
@@ -70,9 +70,7 @@ class Shard:
         self.chunks = self.stock.chunks
         self.rule = rule
         self.gate = make_gate(rule.gate)
-        self.correction = make_corrections(rule.correct or None)
-        self._corrected = Corrected(self.stock, self.correction) if self.correction else None
-        self._kept = Kept(self, self.correction) if self.correction else None
+        self._correct_anew()
         self.version = 0
         self.round = 0  # of those with backups: the same on all shards
         self.wishes = 0
@@ -142,10 +140,16 @@ class Shard:
             self._tell()
 
     def turn(self, words: str) -> None:
-        """From now on another gate; between two steps of all workers."""
+        """From now on another gate; between two steps of all workers.
+
+        In sync corrections rest: nothing is corrected, and weights are sent as they are. What they had learnt by then
+        is of other steps than will come behind it, and is forgotten.
+        """
         if any(self._under.values()):
             raise ConfigError("the gate changes between two steps of all workers, and a push is under way")
         self.gate = make_gate(words)
+        if self.sync:
+            self._correct_anew()
         slowest = min(self.clocks.values(), default=0)
         self.clocks = dict.fromkeys(self.clocks, slowest)
         self._seen = dict.fromkeys(self._seen, self.version)
@@ -248,7 +252,7 @@ class Shard:
         """What a worker is to get of a chunk now."""
         if self._kept:
             self._kept.settle()
-        if not self._corrected:
+        if not self._corrected or self.sync:
             return self.stock.weights[index]
         asks = self._asks.get(rank)
         return self._corrected.pull(index, self._workers(rank) if asks is None else [_worker(rank, asks)])
@@ -310,6 +314,11 @@ class Shard:
         self.stock.store_state(index, piece, key, value)
 
     # ---- inside
+
+    def _correct_anew(self) -> None:
+        self.correction = make_corrections(self.rule.correct or None)
+        self._corrected = Corrected(self.stock, self.correction) if self.correction else None
+        self._kept = Kept(self, self.correction) if self.correction else None
 
     def _why_not(self, rank: int, push: Push, age: int) -> str:
         if self.sync:

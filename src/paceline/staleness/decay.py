@@ -3,7 +3,8 @@
     w ← (1 − η · rate) · w        once for each version that has a gradient of the piece
 
 A decay that travels in a gradient is a multiple of old weights: a late worker would pull the present ones back to where
-those were. A piece without a gradient does not decay, as a parameter whose `grad` is None does not in torch. Weights in bf16 have too few bits for a small η · rate: below 2⁻⁹ they stay as they are.
+those were. A piece without a gradient does not decay, as a parameter whose `grad` is None does not in torch. Weights in
+bf16 have too few bits for a small η · rate: below 2⁻⁹ they stay as they are.
 
 Reference: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, with the shard's versions for steps.
 """
