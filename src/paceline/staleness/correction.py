@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -41,6 +41,7 @@ class Stage(enum.IntEnum):
     GATHER = 3  # a sum over pushes; what a worker is sent counts on all of that being applied
 
 
+@runtime_checkable
 class Correction(Protocol):
     """The contract of all corrections."""
 

@@ -11,13 +11,13 @@ Reference: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.words import finite
 from paceline.staleness.correction import Push, Stage, check_state
 
 
@@ -34,7 +34,7 @@ class Decay:
     reads = False
 
     def __init__(self, rate: float) -> None:
-        if not 0 < rate < math.inf:
+        if not finite(rate) or rate <= 0:
             raise ConfigError(f"decay(rate={rate!r}): a number above 0 is needed, such as 1e-4")
         self.rate = rate
 
