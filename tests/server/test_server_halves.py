@@ -104,7 +104,9 @@ def test_a_sender_that_does_not_look_is_told() -> None:
         gradients[1][-1] = float("inf")
         with pytest.raises(PacelineError, match=r"not finite, in parameter 'p1'.*of this push, from 'p0' to 'p[01]'"):
             table.push(gradients, OPTIONS)
+        client.close()
+        assert service.wait(10)  # until the server has seen it go
+        assert service.readings()["halves"] == 1
     finally:
         client.close()
         service.close()
-    assert service.readings()["halves"] == 1
