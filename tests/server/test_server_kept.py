@@ -59,8 +59,10 @@ class Place:
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last):
             for rank, table in enumerate(self.tables):
-                gradients = [torch.cos(w * (step + rank + 1)) for w in weights(table)]
-                table.push(gradients, [{"lr": 0.1 / (step + 1)}] * 2)
+                gradients: list[torch.Tensor | None] = [torch.cos(w * (step + rank + 1)) for w in weights(table)]
+                if step % 3 == 1:
+                    gradients[1] = gradients[3] = None  # so their history is another than that of their neighbours
+                table.push(gradients, [{"lr": 0.1 / (step + 1)}, {"lr": 0.02}])
 
     def resumed_from(self, other: Place) -> None:
         """As the strategy does it: what the first worker has, and what the servers keep."""

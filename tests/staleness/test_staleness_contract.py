@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.staleness import CORRECTIONS, Correction, Decay, Drop, Push, make_corrections
+from paceline.staleness import (
+    CORRECTIONS,
+    ByAge,
+    Correction,
+    Dana,
+    Decay,
+    DelayCompensation,
+    Drop,
+    Push,
+    make_corrections,
+)
 
 WORDS = [
     "by_age", "by_age(0.5)", "compensate", "compensate(0.5)", "compensate(adaptive=True)", "dana", "dana(0.5)",
@@ -198,11 +208,22 @@ def test_drop_alone_refuses_pushes(words: str) -> None:
         ("dana(1)", r"dana\(momentum=1\)"),
         ("decay(0)", r"decay\(rate=0\).*above 0"),
         ("decay(1e999)", r"decay\(rate=inf\)"),
-        ("decay", "rate"),
+        ("decay", r"missing.*'rate'.*decay\(rate\)"),
+        ("decay(nan)", r"decay\(rate='nan'\).*above 0"),
+        ("compensate(inf)", r"compensate\(strength='inf'\).*above 0"),
+        ("compensate(strength=[1])", r"compensate\(strength=\[1\]\)"),
+        ("compensate(adaptive=1)", r"compensate\(adaptive=1\).*True or False"),
+        ("by_age(True)", r"by_age\(power=True\).*above 0"),
+        ("by_age(power='x')", r"by_age\(power='x'\).*above 0"),
+        ("dana(x)", r"dana\(momentum='x'\).*below 1"),
+        ("drop(True)", r"drop\(age=True\).*whole"),
+        ("drop()", r"missing.*'age'.*drop\(age\)"),
+        ("dana(0.5, momentum=0.9)", r"multiple values.*dana\(momentum=0.9\)"),
         ("drop(0)", r"drop\(age=0\).*1 or more"),
         ("drop(2.5)", r"drop\(age=2.5\).*whole"),
         ("drop(eight)", r"drop\(age='eight'\)"),
-        ("gap(2)", "gap"),
+        ("gap(2)", "too many.*Write it as gap$"),
+        ("gap(size=2)", "no option 'size': it has none"),
         ("compensat", "did you mean 'compensate'"),
         ("drop(2) + dona", "did you mean 'dana'"),
         ("dana(moment=0.9)", "did you mean 'momentum'"),
@@ -212,6 +233,21 @@ def test_drop_alone_refuses_pushes(words: str) -> None:
 def test_wrong_settings_are_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_corrections(words)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), True, "3", None])
+@pytest.mark.parametrize("kind", [ByAge, Dana, Decay, DelayCompensation, Drop])
+def test_objects_refuse_them_too(kind: Any, number: Any) -> None:
+    if kind is DelayCompensation and number is None:
+        return  # its default
+    with pytest.raises(ConfigError, match="number"):
+        kind(number)
+
+
+@pytest.mark.parametrize("given", [5, 1.0, {"drop": 3}, ["dana", 5], [None, 2], Dana])
+def test_what_is_no_correction_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"corrections are needed.*dana\(0.9\)"):
+        make_corrections(given)
 
 
 @pytest.mark.parametrize(
@@ -253,14 +289,9 @@ def groups(optimizer: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_rate_that_turns_weights_around_is_refused() -> None:
     push = Push(worker=0, age=0, lr=2.0, version=1)
     with pytest.raises(ConfigError, match=r"decay\(rate=0.5\): at a learning rate of 2.0"):
+        Decay(0.5).accepts(push)  # before anything is applied
+    with pytest.raises(ConfigError, match=r"decay\(rate=0.5\): at a learning rate of 2.0"):
         Decay(0.5).on_push("w", torch.ones(1), torch.ones(1), push)
-
-
-def test_decay_of_versions_that_begin_anew_or_stand_still() -> None:
-    decay, weights = Decay(0.5), torch.ones(1)
-    for version, expected in [(7, 0.5), (7, 0.5), (8, 0.25), (2, 0.25), (4, 0.0625)]:
-        decay.on_push("w", torch.ones(1), weights, Push(worker=0, age=0, lr=1.0, version=version))
-        assert float(weights) == expected
 
 
 def test_decay_with_one_worker_is_weight_decay_of_sgd() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,10 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
     Traceback (most recent call last):
       ...
     paceline.core.errors.ConfigError: unknown number 'compelx': did you mean 'complex'?
+    >>> build("pair(1)", {"pair": lambda a, b, c=0: (a, b, c)}, "tuple")
+    Traceback (most recent call last):
+      ...
+    paceline.core.errors.ConfigError: tuple 'pair(1)': missing a required argument: 'b'. Write it as pair(a, b, c=0)
     """
     keyword = _KEYWORD.match(text)
     try:
@@ -56,10 +61,17 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         named = {k.arg: _value(k.value) for k in keywords if k.arg}
     except ValueError:
         raise ConfigError(f"{kind} {text!r}: values must be plain numbers or words") from None
-    allowed = _parameters(make)
-    for key in named:
-        if allowed and key not in allowed:
-            raise ConfigError(f"{kind} {name!r} has no option {key!r}: {nearest(key, allowed)}")
+    signature = _signature(make)
+    if signature:
+        allowed = list(signature.parameters)
+        for key in named:
+            if key not in allowed:
+                known_ones = nearest(key, allowed) if allowed else "it has none"
+                raise ConfigError(f"{kind} {name!r} has no option {key!r}: {known_ones}")
+        try:
+            signature.bind(*positional, **named)
+        except TypeError as error:  # too few of them, too many, or one twice
+            raise ConfigError(f"{kind} {text!r}: {error}. Write it as {_form(name, signature)}") from None
     try:
         return make(*positional, **named)
     except TypeError as error:
@@ -104,12 +116,30 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def whole(value: object) -> bool:
+    """Whether a setting is a whole number; True and 2.0 are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def finite(value: object) -> bool:
+    """Whether a setting is a number that can be counted with; True, nan, inf and words are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _value(tree: ast.expr) -> Any:
     return tree.id if isinstance(tree, ast.Name) else ast.literal_eval(tree)
 
 
-def _parameters(make: Callable[..., Any]) -> list[str]:
+def _signature(make: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return list(inspect.signature(make).parameters)
+        return inspect.signature(make)
     except ValueError:  # a builtin without a signature
-        return []
+        return None
+
+
+def _form(name: str, signature: inspect.Signature) -> str:
+    """How it is written, with the options that it must have by name and the others by their defaults."""
+    options = [
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in signature.parameters.values()
+    ]  # fmt: skip
+    return f"{name}({', '.join(options)})" if options else name

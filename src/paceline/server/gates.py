@@ -10,7 +10,7 @@ import math
 from typing import Protocol
 
 from paceline.core.errors import ConfigError
-from paceline.core.words import build
+from paceline.core.words import build, whole
 
 
 class Gate(Protocol):
@@ -33,8 +33,8 @@ class Together:
     lead = 0.0
 
     def __init__(self, backups: int = 0) -> None:
-        if backups < 0:
-            raise ConfigError(f"sync(backups={backups}): must not be negative")
+        if not whole(backups) or backups < 0:
+            raise ConfigError(f"sync(backups={backups!r}): a whole number of workers is needed, 0 or more, such as 1")
         self.backups = backups
 
     @property
@@ -46,8 +46,10 @@ class Within:
     """Bounded staleness: no worker is more than `staleness` steps ahead of the slowest (Ho et al., 2013)."""
 
     def __init__(self, staleness: int) -> None:
-        if staleness < 0:
-            raise ConfigError(f"bounded(staleness={staleness}): must not be negative")
+        if not whole(staleness) or staleness < 0:
+            raise ConfigError(
+                f"bounded(staleness={staleness!r}): a whole number of steps is needed, 0 or more, such as 4"
+            )
         self.staleness = staleness
         self.lead = float(staleness)
 

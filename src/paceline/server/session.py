@@ -121,28 +121,29 @@ class Session:
 
     def send_state(self, table: Table) -> None:
         """All of the optimizer's state."""
-        for index, chunk in enumerate(table.chunks):
-            for piece in range(len(chunk.pieces)):
-                for key, value in table.shard.state(index, piece).items():
-                    tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-                    head = m.State(
-                        table=table.number,
-                        chunk=index,
-                        piece=piece,
-                        key=key,
-                        scalar=None if tensor or value is None else float(value),
-                        dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "",
-                        shape=tuple(value.shape) if tensor and value.numel() != chunk.pieces[piece].numel else (),
-                        nbytes=value.nbytes if tensor else 0,
-                    )
-                    self._say(head, value.clone() if tensor else None)
+        for index, piece, state in table.shard.states():
+            for key, value in state.items():
+                tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+                numel = table.chunks[index].pieces[piece].numel
+                head = m.State(
+                    table=table.number,
+                    chunk=index,
+                    piece=piece,
+                    key=key,
+                    scalar=None if tensor or value is None else float(value),
+                    dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "",
+                    shape=tuple(value.shape) if tensor and value.numel() != numel else (),
+                    nbytes=value.nbytes if tensor else 0,
+                )
+                self._say(head, value.clone() if tensor else None)
         self._say(m.State(table=table.number, chunk=-1))
 
     def refuse(self, error: PacelineError) -> None:
-        """End the connection with a word about why."""
+        """End the connection with a word about why, and about what was applied of a push that ends here."""
         if not self._over:
             kind = "left" if isinstance(error, Interrupted) else "config"
-            self._say(m.Refused(kind, str(error)))
+            halves = [half for table in self._tables.values() if (half := table.shard.half(self.rank))]
+            self._say(m.Refused(kind, "; ".join([str(error), *halves])))
             self._over = True
 
     def _say(self, message: m.ToWorker, body: torch.Tensor | None = None) -> None:

@@ -6,7 +6,7 @@ goes out is `ready(rank, chunk)`: these weights may go to that worker now. So an
     async, bounded   a part is corrected for its age and applied when it comes; the worker gets the chunk back at once,
                      or when the gate opens
     sync             parts are kept until all workers have sent theirs, then summed in the order of ranks and applied;
-                     with backups a round is closed by one word for all shards (`server.rounds`)
+                     with backups a round is closed by one word for all shards (`server.rounds`); nothing is corrected
 
 The version counts pushes that were applied (in sync: rounds). A worker's own push counts as seen by it, so the age of
 its next one is the number of others' pushes in between.
@@ -15,18 +15,18 @@ its next one is the number of others' pushes in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.server.corrected import Corrected
 from paceline.server.gates import Together, make_gate
-from paceline.server.kept import MARK, Kept, chunk_key
+from paceline.server.kept import MARK, Kept
 from paceline.server.messages import Push, Rule, Standing
 from paceline.server.placement import Placement
 from paceline.server.stock import Stock
-from paceline.staleness import Push as Arrival
 from paceline.staleness import make_corrections
 
 _MOST_THREADS = 1024  # of a worker
@@ -70,14 +70,14 @@ class Shard:
         self.chunks = self.stock.chunks
         self.rule = rule
         self.gate = make_gate(rule.gate)
-        self.correction = make_corrections(rule.correct or None)
-        self._kept = Kept(self, self.correction) if self.correction else None
+        self._correct_anew()
         self.version = 0
         self.round = 0  # of those with backups: the same on all shards
         self.wishes = 0
         self.clocks: dict[int, int] = {}  # by rank, of the workers that are here
         self._steps: dict[int, int] = {}  # by rank: the number of its last push
         self.applied = self.dropped = 0  # pushes
+        self.halves = 0  # pushes that ended when some of their chunks had been applied, which stay so
         self._ready = ready
         self._stands = stands
         self._dropped = dropped
@@ -110,6 +110,7 @@ class Shard:
         """
         if self._backups and rank in self.whole_pushes():
             self._gone[rank, self._under[rank].push.life] = self._under[rank]
+        self.halves += self._applied_of(rank) > 0
         self.clocks.pop(rank, None)
         self._steps.pop(rank, None)
         self._under.pop(rank, None)
@@ -141,10 +142,16 @@ class Shard:
             self._tell()
 
     def turn(self, words: str) -> None:
-        """From now on another gate; between two steps of all workers."""
+        """From now on another gate; between two steps of all workers.
+
+        In sync corrections rest: nothing is corrected, and weights are sent as they are. What they had learnt by then
+        is of other steps than will come behind it, and is forgotten.
+        """
         if any(self._under.values()):
             raise ConfigError("the gate changes between two steps of all workers, and a push is under way")
         self.gate = make_gate(words)
+        if self.sync:
+            self._correct_anew()
         slowest = min(self.clocks.values(), default=0)
         self.clocks = dict.fromkeys(self.clocks, slowest)
         self._seen = dict.fromkeys(self._seen, self.version)
@@ -214,6 +221,14 @@ class Shard:
         """Whether the gradients of a chunk must stay as they are: until it is ready for that worker."""
         return rank in self._under and index in self._under[rank].kept
 
+    def half(self, rank: int) -> str:
+        """In words, which chunks of the push under way have been applied: they have been sent on, and stay so."""
+        if not (count := self._applied_of(rank)):
+            return ""
+        which = "chunk 0" if count == 1 else f"chunks 0 to {count - 1}"
+        names = [self.placement.tensors[self.chunks[i].pieces[j].tensor].name for i, j in ((0, 0), (count - 1, -1))]
+        return f"{which} of {len(self.chunks)} of this push, from {names[0]!r} to {names[1]!r}, had been applied"
+
     def close(self, contributors: Sequence[tuple[int, int]]) -> None:
         """End a round with backups with the pushes of these ranks and lives, whole here; the others' are dropped."""
         if not self.chunks:
@@ -245,14 +260,12 @@ class Shard:
 
     def weights(self, rank: int, index: int) -> torch.Tensor:
         """What a worker is to get of a chunk now."""
-        weights = sent = self.stock.weights[index]
         if self._kept:
             self._kept.settle()
-        if self.correction and self.correction.reads:
-            asks = self._asks.get(rank)
-            for worker in self._workers(rank) if asks is None else [_worker(rank, asks)]:
-                sent = self.correction.on_pull(chunk_key(index), weights, worker, self.stock.rate(index))
-        return sent
+        if not self._corrected or self.sync:
+            return self.stock.weights[index]
+        asks = self._asks.get(rank)
+        return self._corrected.pull(index, self._workers(rank) if asks is None else [_worker(rank, asks)])
 
     def pulls(self, rank: int) -> None:
         """A worker is about to get all weights as they are now, and not for a push of one of its threads."""
@@ -296,10 +309,12 @@ class Shard:
 
     # ---- state, for checkpoints
 
-    def state(self, index: int, piece: int) -> dict[str, Any]:
-        """The optimizer's state of a piece, and what corrections keep of it."""
-        own = self.stock.state(index, piece)
-        return own | self._kept.of(index, piece) if self._kept else own
+    def states(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """By chunk and piece: the optimizer's state, and what corrections keep."""
+        kept = self._kept.all() if self._kept else {}
+        for index, chunk in enumerate(self.chunks):
+            for piece in range(len(chunk.pieces)):
+                yield index, piece, self.stock.state(index, piece) | kept.get((index, piece), {})
 
     def store_state(self, index: int, piece: int, key: str, value: Any) -> None:
         if key.startswith(MARK):
@@ -310,27 +325,39 @@ class Shard:
 
     # ---- inside
 
+    def _correct_anew(self) -> None:
+        self.correction = make_corrections(self.rule.correct or None)
+        self._corrected = Corrected(self.stock, self.correction) if self.correction else None
+        self._kept = Kept(self, self.correction) if self.correction else None
+
     def _why_not(self, rank: int, push: Push, age: int) -> str:
         if self.sync:
             ago = self.round - push.round if self._backups else age
             return f"its round was closed {ago} rounds ago" if ago else ""
-        if self.correction and not self.correction.accepts(self._arrival(rank, push, age)):
+        worker = _worker(rank, push.thread)
+        if self._corrected and not self._corrected.accepts(worker, age, self.version, push.groups):
             return f"it is {age} versions old"
         return ""
 
-    def _arrival(self, rank: int, push: Push, age: int) -> Arrival:
-        lr = max((float(group.get("lr", 0.0)) for group in push.groups), default=0.0)
-        return Arrival(worker=_worker(rank, push.thread), age=age, lr=lr, version=self.version)
-
     def _apply_one(self, rank: int, index: int, gradient: torch.Tensor, missing: frozenset[int], under: Under) -> None:
-        if not under.push.weight:
+        push = under.push
+        if not push.weight:
             return
-        if under.push.weight != 1.0 or self.correction:
-            gradient = torch.mul(gradient, under.push.weight, out=self.stock.scratch(index))
-        if self.correction:
-            arrival = self._arrival(rank, under.push, under.age)
-            gradient = self.correction.on_push(chunk_key(index), gradient, self.stock.weights[index], arrival)
-        self.stock.apply(index, gradient, missing, under.push.groups)
+        if push.weight != 1.0 or self._corrected:
+            gradient = torch.mul(gradient, push.weight, out=self.stock.scratch(index))
+        if self._corrected:
+            worker = _worker(rank, push.thread)
+            self._corrected.push(
+                index, gradient, missing, worker=worker, age=under.age, version=self.version, groups=push.groups
+            )
+        self.stock.apply(index, gradient, missing, push.groups)
+
+    def _applied_of(self, rank: int) -> int:
+        """Chunks of the push under way that have been applied: the first ones, as all come in order."""
+        under = self._under.get(rank)
+        if under is None or under.reason or not under.push.weight:
+            return 0
+        return len(self._summed) if self.sync else under.parts
 
     def _end(self, rank: int, under: Under) -> None:
         """A push is whole."""

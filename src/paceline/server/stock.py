@@ -56,15 +56,15 @@ class Stock:
         chunk = self.chunks[index]
         return _view(self._room, 0, chunk)
 
-    def rate(self, index: int) -> float:
-        """The learning rate that a chunk was last given."""
-        return float(self.optimizers[index].param_groups[0]["lr"])
+    def rates(self, index: int) -> dict[int, float]:
+        """The learning rates that a chunk was last given, by the number of the group."""
+        return {group["number"]: float(group["lr"]) for group in self.optimizers[index].param_groups}
 
     def name(self, index: int) -> str:
         """What a chunk holds, in words."""
         pieces = self.chunks[index].pieces
         names = [self.placement.tensors[p.tensor].name for p in pieces]
-        return f"parameter {names[0]!r}" if len(names) == 1 else f"parameters {names[0]!r} to {names[-1]!r}"
+        return f"parameter {names[0]!r}" if names[0] == names[-1] else f"parameters {names[0]!r} to {names[-1]!r}"
 
     # ---- for checkpoints
 

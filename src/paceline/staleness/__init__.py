@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from paceline.core.errors import ConfigError
 from paceline.core.words import build
 from paceline.staleness.chain import Chain
 from paceline.staleness.compensate import DelayCompensation
@@ -43,8 +44,12 @@ def make_corrections(words: Correction | str | Sequence[Correction | str] | None
         if words.strip() in ("", "none"):
             return None
         words = [build(part, CORRECTIONS, "correction") for part in _BETWEEN.split(words)]
-    if not isinstance(words, Sequence):
+    if words is None or (isinstance(words, Correction) and not isinstance(words, type)):
         return words
+    if not isinstance(words, Sequence):
+        raise ConfigError(
+            f'correct={words!r}: corrections are needed, in words such as "dana(0.9) + drop(16)" or as objects'
+        )
     made = [made for part in words if (made := make_corrections(part)) is not None]
     if len(made) < 2:
         return made[0] if made else None

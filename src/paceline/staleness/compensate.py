@@ -11,13 +11,13 @@ Reference: Zheng et al., Asynchronous stochastic gradient descent with delay com
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.words import finite
 from paceline.staleness.correction import Push, Stage, check_state
 from paceline.staleness.sent import Sent
 
@@ -37,9 +37,11 @@ class DelayCompensation:
     reads = True
 
     def __init__(self, strength: float | None = None, adaptive: bool = False) -> None:
+        if not isinstance(adaptive, bool):
+            raise ConfigError(f"compensate(adaptive={adaptive!r}): True or False is needed")
         if strength is None:
             strength = 2.0 if adaptive else 0.04
-        if not 0 < strength < math.inf:
+        if not finite(strength) or strength <= 0:
             raise ConfigError(f"compensate(strength={strength!r}): a number above 0 is needed, such as 0.04")
         self.strength, self.adaptive = strength, adaptive
         self._sent = Sent()

@@ -4,8 +4,9 @@
     on_push   for each piece of it: gradient → the gradient to apply
     on_pull   for each piece that a worker asks for: weights → what it is sent
 
-A piece is a flat tensor of floating-point numbers, a slice of a shard, and its key always names the same slice. State
-stands in the correction, by key and where needed by worker. A shard calls from one thread, without gradients recorded,
+A piece is a flat tensor of floating-point numbers, a slice of a shard, and its key always names the same slice. All of
+it is in one parameter group. State stands in the correction, by key and where needed by worker. A piece that a push has
+no gradient for is left alone: `on_push` is not called. A shard calls from one thread, without gradients recorded,
 and sees to it that what reaches `on_push` is finite.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -27,7 +28,7 @@ class Push:
 
     worker: int  # its rank, or where it has threads, a number for each
     age: int  # versions of the shard between what the worker read and now
-    lr: float  # the learning rate that came with it
+    lr: float  # that came with it, of the piece's parameter group; where no piece is meant, the largest
     version: int  # of the shard, as the push is applied
 
 
@@ -40,6 +41,7 @@ class Stage(enum.IntEnum):
     GATHER = 3  # a sum over pushes; what a worker is sent counts on all of that being applied
 
 
+@runtime_checkable
 class Correction(Protocol):
     """The contract of all corrections."""
 
@@ -63,7 +65,11 @@ class Correction(Protocol):
         """
 
     def accepts(self, push: Push) -> bool:
-        """False: the whole push is dropped and reported, and nothing of it is applied."""
+        """False: the whole push is dropped and reported, and nothing of it is applied.
+
+        Raises:
+            ConfigError: at this learning rate the correction makes no sense.
+        """
 
     def on_pull(self, key: str, weights: torch.Tensor, worker: int, lr: float) -> torch.Tensor:
         """What the worker is sent for this piece: `weights` itself, which is not modified, or another tensor."""

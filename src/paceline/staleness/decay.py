@@ -1,27 +1,28 @@
 """Decay: weights shrink with the versions of the shard, not with what a worker read (time-based weight decay).
 
-    w ← (1 − η · rate)^elapsed · w        elapsed: versions since this piece was decayed last
+    w ← (1 − η · rate) · w        once for each version that has a gradient of the piece
 
 A decay that travels in a gradient is a multiple of old weights: a late worker would pull the present ones back to where
-those were. Weights in bf16 have too few bits for a small η · rate: below 2⁻⁹ they stay as they are.
+those were. A piece without a gradient does not decay, as a parameter whose `grad` is None does not in torch. Weights in
+bf16 have too few bits for a small η · rate: below 2⁻⁹ they stay as they are.
 
 Reference: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, with the shard's versions for steps.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.words import finite
 from paceline.staleness.correction import Push, Stage, check_state
 
 
 class Decay:
-    """(1 − lr · rate)^elapsed · w before the gradient is applied; the first push of a piece counts as one version.
+    """(1 − lr · rate) · w before the gradient is applied, with the learning rate of the piece's parameter group.
 
     With one worker and plain SGD it is the `weight_decay` of torch's SGD.
 
@@ -33,10 +34,9 @@ class Decay:
     reads = False
 
     def __init__(self, rate: float) -> None:
-        if not 0 < rate < math.inf:
+        if not finite(rate) or rate <= 0:
             raise ConfigError(f"decay(rate={rate!r}): a number above 0 is needed, such as 1e-4")
         self.rate = rate
-        self._decayed: dict[str, int] = {}  # at which version
 
     @property
     def words(self) -> str:
@@ -50,31 +50,30 @@ class Decay:
             )
 
     def accepts(self, push: Push) -> bool:
+        self._factor(push.lr)
         return True
 
     def on_pull(self, key: str, weights: torch.Tensor, worker: int, lr: float) -> torch.Tensor:
         return weights
 
     def on_push(self, key: str, grad: torch.Tensor, weights: torch.Tensor, push: Push) -> torch.Tensor:
-        factor = 1 - push.lr * self.rate
-        if factor <= 0:
-            raise ConfigError(
-                f"{self.words}: at a learning rate of {push.lr} each version would multiply the weights by {factor}. "
-                f"Choose a rate below {1 / push.lr}"
-            )
-        # A shard whose versions began anew, or that applies twice at one version, has had no time to decay.
-        elapsed = max(0, push.version - self._decayed.get(key, push.version - 1))
-        self._decayed[key] = push.version
-        if elapsed:
-            weights.mul_(factor**elapsed)
+        weights.mul_(self._factor(push.lr))
         return grad
 
     def forget(self, worker: int) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        return {"correction": "decay", "decayed": dict(self._decayed)}
+        return {"correction": "decay"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_state(state, "decay")
-        self._decayed = dict(state["decayed"])
+
+    def _factor(self, lr: float) -> float:
+        factor = 1 - lr * self.rate
+        if factor <= 0:
+            raise ConfigError(
+                f"{self.words}: at a learning rate of {lr} each version would multiply the weights by {factor}. "
+                f"Choose a rate below {1 / lr}"
+            )
+        return factor

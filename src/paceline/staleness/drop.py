@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.words import whole
 from paceline.staleness.correction import Push, Stage, check_state
 
 
@@ -32,7 +33,7 @@ class Drop:
     reads = False
 
     def __init__(self, age: int) -> None:
-        if not isinstance(age, int) or age < 1:
+        if not whole(age) or age < 1:
             raise ConfigError(f"drop(age={age!r}): a whole number of versions is needed, 1 or more, such as 8")
         self.age = age
 

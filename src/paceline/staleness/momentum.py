@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.words import finite
 from paceline.staleness.correction import Push, Stage, check_state
 
 _ADD_UP_EVERY = 256
@@ -56,7 +57,7 @@ class Dana:
     reads = True
 
     def __init__(self, momentum: float = 0.9) -> None:
-        if not 0 < momentum < 1:
+        if not finite(momentum) or not 0 < momentum < 1:
             raise ConfigError(f"dana(momentum={momentum!r}): a number above 0 and below 1 is needed, such as 0.9")
         self.momentum = momentum
         self._momenta: dict[str, _Momenta] = {}

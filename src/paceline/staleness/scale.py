@@ -7,13 +7,13 @@ Reference: Zhang et al., Staleness-aware async-SGD for distributed deep learning
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.words import finite
 from paceline.staleness.correction import Push, Stage, check_state
 
 
@@ -32,7 +32,7 @@ class ByAge:
     reads = False
 
     def __init__(self, power: float = 1.0) -> None:
-        if not 0 < power < math.inf:
+        if not finite(power) or power <= 0:
             raise ConfigError(f"by_age(power={power!r}): a number above 0 is needed, such as 1 or 0.5")
         self.power = power
 
