@@ -6,8 +6,8 @@ import ast
 import inspect
 import re
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
 
@@ -31,6 +31,36 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
       ...
     paceline.core.errors.ConfigError: unknown number 'compelx': did you mean 'complex'?
     """
+    said = read(text, kind, known)
+    make = known[said.name]
+    allowed = _parameters(make)
+    for key in said.named:
+        if allowed and key not in allowed:
+            raise ConfigError(f"{kind} {said.name!r} has no option {key!r}: {nearest(key, allowed)}")
+    try:
+        return make(*said.positional, **said.named)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {text!r}: {error}") from None
+
+
+class Said(NamedTuple):
+    """Words, read but not made into anything yet."""
+
+    name: str
+    positional: list[Any]
+    named: dict[str, Any]
+
+    def given(self, make: Callable[..., Any]) -> dict[str, Any]:
+        """The options that were given, by the names that `make` has for them."""
+        return dict(inspect.signature(make).bind_partial(*self.positional, **self.named).arguments)
+
+
+def read(text: str, kind: str, known: Iterable[str] = ()) -> Said:
+    """What `text` says; a name outside of `known`, where that is given, is refused.
+
+    >>> read("sync(backups=1)", "strategy")
+    Said(name='sync', positional=[], named={'backups': 1})
+    """
     keyword = _KEYWORD.match(text)
     try:
         with _PARSING:
@@ -45,25 +75,15 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)")
     if keyword:
         name = name.removesuffix("_")
-    if name not in known:
+    if known and name not in known:
         raise ConfigError(f"unknown {kind} {name!r}: {nearest(name, known)}")
     given = [k.arg for k in keywords]
     if None in given or len(set(given)) < len(given):
         raise ConfigError(f"cannot read {kind} {text!r}: give each option once, as key=value")
-    make = known[name]
     try:
-        positional = [_value(a) for a in args]
-        named = {k.arg: _value(k.value) for k in keywords if k.arg}
+        return Said(name, [_value(a) for a in args], {k.arg: _value(k.value) for k in keywords if k.arg})
     except ValueError:
         raise ConfigError(f"{kind} {text!r}: values must be plain numbers or words") from None
-    allowed = _parameters(make)
-    for key in named:
-        if allowed and key not in allowed:
-            raise ConfigError(f"{kind} {name!r} has no option {key!r}: {nearest(key, allowed)}")
-    try:
-        return make(*positional, **named)
-    except TypeError as error:
-        raise ConfigError(f"{kind} {text!r}: {error}") from None
 
 
 def _value(tree: ast.expr) -> Any:

@@ -54,10 +54,13 @@ class Served:
         self.gate = gate
         self.codec = ""  # in words; see `paceline.server.packing`
         self._correct = make_corrections(correct)
+        self.options: dict[str, Any] = {"correct": self._correct.words if self._correct else None}
         self._per_host = per_host
         self._front: Front | None = None  # this host's workers, where they push as one
-        self._world: World | None = None
+        self._attached = False
+        self._world: World | None = None  # None in a run of one too
         self._met = False
+        self._num_workers = 0  # that push
         self._client: Client | None = None  # None on workers for which another one pushes
         self._service: Service | None = None  # the shard that lives with this worker
         self._models: list[torch.nn.Module] = []
@@ -70,6 +73,7 @@ class Served:
     # ---- the contract
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+        self._attached = True
         if world.group.size == 1 and not world.servers:
             return
         self._world = world
@@ -149,8 +153,15 @@ class Served:
 
     def turn(self, gate: str | Gate) -> None:
         """Go on with another gate, such as "bounded(staleness=4)"; all members call this, between two epochs."""
-        self.gate = make_gate(gate) if isinstance(gate, str) else gate
+        gate = make_gate(gate) if isinstance(gate, str) else gate
+        if not self._attached:
+            raise ConfigError(
+                f"turn({gate.words!r}): this strategy is not that of a run with an optimizer: another one was asked "
+                "for on the command line, or run.optimizer was not called yet. Use run.turn(...), after run.optimizer"
+            )
         world = self._world
+        self._check(gate, world)
+        self.gate = gate
         if world is None:
             return
         world.group.barrier()
@@ -234,6 +245,13 @@ class Served:
 
     # ---- inside
 
+    def _check(self, gate: Gate, world: World | None) -> None:
+        if world and isinstance(gate, Together) and gate.backups >= self._num_workers:
+            raise ConfigError(
+                f"{gate.words}: {self._num_workers} workers push, so at most {self._num_workers - 1} can be backups; "
+                "start more of them, or give fewer backups"
+            )
+
     def _meet(self, world: World) -> None:
         """Connect to the servers: processes of their own, or a shard with each worker."""
         group, wires = world.group, world.wires
@@ -246,6 +264,8 @@ class Served:
             fronts = [group.subgroup([group.ranks.index(r) for r in host]) for host in hosts if host]
             self._front = next(Front(front) for front in fronts if front)
             workers = [host[0] for host in hosts if host]
+        self._num_workers = len(workers)
+        self._check(self.gate, world)
         servers = list(world.servers) or workers
         if wires.rank not in workers:
             return
@@ -370,6 +390,7 @@ class Sync(Served):
 
     def __init__(self, backups: int = 0, per_host: bool = False) -> None:
         super().__init__(Together(backups), None, per_host=per_host)
+        self.options = {"backups": backups, "per_host": per_host}
 
 
 class Bounded(Served):
@@ -382,6 +403,7 @@ class Bounded(Served):
 
     def __init__(self, staleness: int, correct: Correction | str | Sequence[Correction | str] | None = None) -> None:
         super().__init__(Within(staleness), correct)
+        self.options["staleness"] = staleness
 
 
 class Async(Served):

@@ -24,6 +24,7 @@ from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
 from paceline.server.taking import Taker
 from paceline.strategies import Strategy, Tally, World
+from paceline.strategies.server import Served
 from paceline.train import metrics
 from paceline.train.ending import Ending
 from paceline.train.groups import SavedOptimizer
@@ -225,6 +226,17 @@ class Run:
             self._pool.run()
         finally:
             self._pool = None
+
+    def turn(self, gate: str) -> None:
+        """With servers, go on with another gate: `run.turn("bounded(staleness=4)")`. All members call this, between two
+        epochs."""
+        if not isinstance(self._strategy, Served):
+            raise ConfigError(
+                f"run.turn({gate!r}): {self.settings.strategy} has no servers, whose gate could be turned: use "
+                "--strategy sync, bounded or async"
+            )
+        self._strategy.turn(gate)
+        self._events.emit("turn", gate=self._strategy.gate.words, step=self._meter.step)
 
     def log(self, **values: Any) -> None:
         """Note scalars of this step (numbers, tensors of one element): shown, written to events, in the report."""
