@@ -35,6 +35,7 @@ from paceline.train.pool import LossOf, Pool, check
 from paceline.train.saving import Saver, Stateful
 from paceline.train.window import Window
 from paceline.transport.group import Group
+from paceline.transport.hub import HubGroup
 from paceline.transport.wires import Wires
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -106,6 +107,7 @@ class Run:
         self._window = Window(self._warn)
         self._save_next = False  # a step has ended since all members agreed to save
         self._epoch_step = 0  # steps before the epoch under way
+        self._here = set(group.ranks)
         self._pool: Pool | None = None  # threads that train now
 
     # ---- what the loop uses
@@ -407,6 +409,9 @@ class Run:
             self._strategy.together()
         for name, value in metrics.weighted_means(self.group, self._meter.end_epoch()).items():
             self._tell_metric(f"epoch/{name}", value)
+        for rank in sorted(self._here - set(self._present())):
+            self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
+        self._here = set(self._present())
         for loader in self._loaders:
             loader.enter_epoch(epoch + 1)
         self._epoch_step = self._meter.step
@@ -443,6 +448,10 @@ class Run:
 
     def _deals(self, loader: int) -> Deal | None:
         return DealsFor(self._dealer, str(loader)) if self._dealer else None
+
+    def _present(self) -> Sequence[int]:
+        """Who came to the last collective."""
+        return self.group.ranks_here if isinstance(self.group, HubGroup) else self.group.ranks
 
     def _agree(self, value: int) -> list[int]:
         return [int(t) for t in self.group.all_gather(torch.tensor([value]))]
