@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.optim import OPTIMIZERS
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
@@ -30,9 +29,9 @@ from paceline.server.placement import Tensor
 from paceline.server.pushes import readings_of
 from paceline.server.rounds import agree
 from paceline.server.service import Service
-from paceline.server.stock import optimizer_class
 from paceline.staleness import Correction, make_corrections
 from paceline.strategies.front import Front
+from paceline.strategies.options import optimizer_name, options_of
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import Pass, World
 
@@ -42,7 +41,6 @@ _ELEMENTWISE = {
     "paceline.Adagrad",
 }  # fmt: skip
 _LOOK_S = 1.0
-_NOT_SENT = ("params", "param_names", "initial_lr")
 
 
 class Served:
@@ -108,7 +106,7 @@ class Served:
         weight, doubt = (world.passing.weight, "") if world.passing else world.tally.take()
         if doubt:
             world.tell(doubt)
-        options = [options_of(group) for group in optimizer.param_groups]
+        options = options_of(optimizer)
         began = time.monotonic()
         for each in held:
             each.push(options[: each.groups], weight, self.sync and world.wish, world.passing)
@@ -297,7 +295,7 @@ class Served:
         if not found:
             return
         name = optimizer_name(optimizer)
-        options = [options_of(group) for group in optimizer.param_groups]
+        options = options_of(optimizer)
         if self._correct:
             for each in options:
                 self._correct.check_optimizer(each)
@@ -415,31 +413,3 @@ class Async(Served):
 
     def __init__(self, correct: Correction | str | Sequence[Correction | str] | None = None) -> None:
         super().__init__(Apart(), correct)
-
-
-def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch.optim or paceline.optim that this is, by its name: servers look up nothing else."""
-    kind: type = type(optimizer)
-    if hasattr(optimizer, "_paceline"):  # the run's own subclass of it
-        kind = kind.__mro__[1]
-    if own := [name for name, each in OPTIMIZERS.items() if each is kind]:
-        return own[0]
-    if getattr(torch.optim, kind.__name__, None) is not kind:
-        raise ConfigError(
-            f"servers apply the optimizers of torch.optim and paceline.optim, and {kind.__name__} is another one: use "
-            "one of those, or --strategy allreduce, which takes any"
-        )
-    name: str = kind.__name__
-    optimizer_class(name)
-    return name
-
-
-def options_of(group: dict[str, Any]) -> Options:
-    """The options of a parameter group, as they travel."""
-    return {key: _plain(value) for key, value in group.items() if key not in _NOT_SENT}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value
