@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -279,7 +280,8 @@ class Run:
                     f"{name} out, or loop over run.loader(..., {name}=...) under torch.no_grad()"
                 )
         self._status.set("evaluating")
-        self._strategy.together()
+        with self._waiting():
+            self._strategy.together()
         loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -405,9 +407,12 @@ class Run:
 
     def _leave_epoch(self, epoch: int) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
-        if not self._saver.enabled:
-            self._strategy.together()
-        for name, value in metrics.weighted_means(self.group, self._meter.end_epoch()).items():
+        scalars = self._meter.end_epoch()
+        with self._waiting():
+            if not self._saver.enabled:
+                self._strategy.together()
+            means = metrics.weighted_means(self.group, scalars)
+        for name, value in means.items():
             self._tell_metric(f"epoch/{name}", value)
         for rank in sorted(self._here - set(self._present())):
             self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
@@ -448,6 +453,14 @@ class Run:
 
     def _deals(self, loader: int) -> Deal | None:
         return DealsFor(self._dealer, str(loader)) if self._dealer else None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """All members meet: whoever comes first waits."""
+        began = time.monotonic()
+        yield
+        if self.size > 1:
+            self._meter.waited(time.monotonic() - began)
 
     def _present(self) -> Sequence[int]:
         """Who came to the last collective."""
