@@ -243,6 +243,9 @@ for epoch in run.epochs(1):
 def test_a_gate_turned_to_sync_needs_every_worker_and_the_ending_says_so() -> None:
     script = SCRIPT.replace("    seen = 0\n", "    seen = 0\n    run.turn('sync')\n")
     Path("train.py").write_text(script)
+    done = run("-n", "3", "--strategy", "async", epochs=1)
+    assert done.returncode == 0, done.stderr
+    assert sorted(seen(done, 0).values()) == [53, 53, 54]  # shared out evenly, so that nobody waits for a push
     done = run("-n", "3", "--strategy", "async", die=3)
     assert done.returncode == 137, done.stderr
     assert "rank 2 failed first: exit code -9 (SIGKILL)" in done.stderr

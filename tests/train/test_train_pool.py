@@ -200,6 +200,8 @@ def test_a_thread_that_waits_for_what_others_may_leave_is_stopped_too() -> None:
         def done(self, course: str, numbers: Any) -> None:
             raise AssertionError("nothing was trained")
 
+        deals = True
+
         def rest(self) -> None:
             raise AssertionError("a batch is under way")
 

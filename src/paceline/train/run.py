@@ -239,6 +239,8 @@ class Run:
                 "--strategy sync, bounded or async"
             )
         self._strategy.turn(gate)
+        if self._dealer:  # in sync without backups nobody may have more batches than the others
+            self._dealer.deals = self._strategy.forgives
         self._events.emit("turn", gate=self._strategy.gate.words, step=self._meter.step)
 
     def log(self, **values: Any) -> None:
