@@ -93,6 +93,14 @@ def test_a_killed_worker_stops_nobody(strategy: str) -> None:
     done = run("-n", "3", "--strategy", strategy, die=9)
     assert done.returncode == 0, done.stderr
     assert "rank 2 was lost: exit code -9 (SIGKILL)" in done.stderr
+    (record,) = Path("runs").iterdir()
+    (lost,) = json.loads((record / "summary.json").read_text())["lost"]
+    assert (lost["rank"], lost["how"]) == (2, "killed by signal 9")
+    assert lost["at"] > 0
+    assert "member 2 was lost (killed by signal 9)" in (record / "report.html").read_text()
+    assert "member 2 was lost (killed by signal 9)\n" in done.stdout  # the summary
+    told = [json.loads(line) for line in (record / "events" / "rank-0.jsonl").read_text().splitlines()]
+    assert [event["member"] for event in told if event["kind"] == "lost"] == [2]
     assert len(ends(done)) == 2
     assert sum(seen(done, 2).values()) == 160  # after it was lost, nothing is missing
 
@@ -104,7 +112,7 @@ def test_rounds_with_backups_are_closed_alike_by_two_servers() -> None:
     assert len({end[2] for end in ends(done)}) == 1
     assert float(ends(done)[0][3]) > 0.6
     told = sorted(line.split("PUSHES ")[1].split() for line in done.stdout.splitlines() if "PUSHES" in line)
-    fast, slow = (int(pushes) for _, pushes, _ in told)
+    fast, slow = (int(pushes) for _, pushes, *_ in told)
     assert fast + slow == 3 * 160 / 8
     assert fast > slow  # it was not waited for
 
@@ -164,7 +172,11 @@ def test_a_killed_server_ends_the_run_by_name() -> None:
         os.kill(json.loads(record.read_text())["members"][2], signal.SIGKILL)
         _, told = launcher.communicate(timeout=60)
     assert launcher.returncode == 137
-    assert "rank 2 failed first: exit code -9 (SIGKILL)" in told
+    assert "server 0 (rank 2) was killed by signal 9" in told
+    assert "it held a part of the parameters" in told
+    assert "resume from the last checkpoint with: paceline run" in told
+    assert "smaller batch" not in told
+    assert "was lost" not in told
 
 
 def _doing(rank: int) -> str:
@@ -195,3 +207,47 @@ def test_servers_without_a_use_for_them() -> None:
     done = run("-n", "2", "--servers", "2")
     assert done.returncode == 2
     assert "allreduce has no servers" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_loss_is_told_while_the_others_go_on() -> None:
+    Path("train.py").write_text(
+        """
+import os, signal, time, torch, paceline
+run = paceline.join(progress="off", checkpoint_keep=0)
+model = torch.nn.Linear(2, 2)
+optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+for epoch in run.epochs(1):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if run.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not os.path.exists("told") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print("told while it went on" if os.path.exists("told") else "never told", flush=True)
+"""
+    )
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--strategy", "async", "train.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stderr
+        assert started.stdout
+        for line in started.stderr:
+            if "member 1 was lost (killed by signal 9); the others go on, its batches are dealt to them" in line:
+                Path("told").touch()
+        assert "told while it went on" in started.stdout.read()
+    assert started.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_gate_turned_to_sync_needs_every_worker_and_the_ending_says_so() -> None:
+    script = SCRIPT.replace("    seen = 0\n", "    seen = 0\n    run.turn('sync')\n")
+    Path("train.py").write_text(script)
+    done = run("-n", "3", "--strategy", "async", epochs=1)
+    assert done.returncode == 0, done.stderr
+    assert sorted(seen(done, 0).values()) == [53, 53, 54]  # shared out evenly, so that nobody waits for a push
+    done = run("-n", "3", "--strategy", "async", die=3)
+    assert done.returncode == 137, done.stderr
+    assert "rank 2 failed first: exit code -9 (SIGKILL)" in done.stderr
+    assert "went on without it" not in done.stderr
+    assert "the others go on" not in done.stderr

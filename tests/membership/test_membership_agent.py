@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.membership.agent import Agent
+from paceline.membership.agent import Agent, Ended, Outcome
 from paceline.membership.process import Start
 
 
@@ -266,3 +266,19 @@ def test_what_a_member_leaves_behind_is_asked_to_end_first(tmp_path):
     """
     run(source)
     assert (tmp_path / "asked").exists()
+
+
+def ended(rank: int, code: int, at: float, *, losable: bool = False, followed: bool = False) -> Ended:
+    tail = ("paceline.core.errors.Interrupted: member 2 left the run",) if followed else ()
+    return Ended(rank=rank, code=code, seconds=at, tail=tail, asked=False, losable=losable, at=at)
+
+
+def test_who_is_blamed_is_decided_by_what_happened() -> None:
+    lost = ended(2, -9, 5.0, losable=True)
+    went_on = Outcome((ended(0, 0, 20.0), ended(1, 0, 20.0, losable=True), lost))
+    assert (went_on.code, went_on.first_failed, went_on.lost) == (0, None, [lost])
+    of_its_own = ended(0, 3, 20.0)
+    later = Outcome((of_its_own, ended(1, 1, 21.0, losable=True, followed=True), lost))
+    assert (later.code, later.first_failed, later.lost) == (3, of_its_own, [lost])
+    needed = Outcome((ended(0, 1, 5.2, followed=True), ended(1, 1, 5.1, losable=True, followed=True), lost))
+    assert (needed.code, needed.first_failed, needed.lost) == (137, lost, [])

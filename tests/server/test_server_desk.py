@@ -25,6 +25,7 @@ from paceline.data.uploads import Uploads
 from paceline.server import copies as copies_module
 from paceline.server import desk as desk_module
 from paceline.server import messages as m
+from paceline.server import outside as outside_module
 from paceline.server import visits as v
 from paceline.server.client import Client, Table
 from paceline.server.connection import pair
@@ -310,10 +311,15 @@ def test_fuzzed_frames_end_one_connection_and_nothing_else(tmp_path: Path) -> No
         assert not here.services[0].fault
 
 
-def test_an_upload_that_nobody_wants_says_so(tmp_path: Path) -> None:
+def test_an_upload_that_nobody_wants_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with house(tmp_path) as here, Outsider(here.address, TOKEN, 5.0) as outsider:
-        with pytest.raises(TimedOut, match="its script has not asked for samples"):
+        with pytest.raises(TimedOut, match="its script has not asked for samples"):  # too soon for a warning
             outsider.upload([1, 2, 3], wait_s=0.1)
+        monkeypatch.setattr(outside_module, "_PATIENCE_S", 0.0)
+        with pytest.warns(UserWarning, match=r"upload\(\) to run .* waits: its script has not asked") as told:
+            with pytest.raises(TimedOut):
+                outsider.upload([1, 2, 3], wait_s=1.5)
+        assert len(told) == 1
         with pytest.raises(ConfigError, match="longer than"):
             outsider.upload([torch.zeros(5 << 20)])
 
@@ -371,14 +377,19 @@ def test_a_note_lets_the_owner_in_and_a_wrong_token_nobody(tmp_path: Path, monke
         last = made.wires[0].view.members[1].address
         with paceline.connect(last, token=TOKEN) as outsider:  # any desk tells the others
             assert outsider.versions() == (0, 0)
-        with pytest.raises(AuthError, match="does not hold the same token"):
-            paceline.connect(made.address, token="another")
+        for where in (made.address, "digits"):
+            with pytest.raises(AuthError, match=r"token= is not that of the run at .*: take the one in its desk.json"):
+                paceline.connect(where, token="another")
+        open_ = paceline.connect("digits")
         with pytest.raises(ConfigError, match="needs token="):
             paceline.connect(made.address)
         with pytest.raises(ConfigError, match=r"did you mean 'digits'|no such run here"):
             paceline.connect("digit")
         note = (directory / "desk.json").read_text()
     assert not (directory / "desk.json").exists()
+    for ask in (open_.versions, open_.weights, open_.versions):
+        with pytest.raises(Interrupted, match="run 'digits' is over, or cannot be reached any more"):
+            ask()
     Status(directory / "status" / "rank-0").set("finished")
     with pytest.raises(ConfigError, match=r"run 'digits' is over \(finished\)"):
         paceline.connect("digits")

@@ -62,6 +62,10 @@ def test_the_number_of_servers_is_chosen_and_said() -> None:
     assert choose("async", "auto", 1) == (0, "")
     with pytest.raises(ConfigError, match="allreduce has no servers"):
         choose("allreduce", "2", 4)
+    assert not forgives("sync(backups=0)", 1)
+    assert not forgives("sync(0, per_host=True)", 1)
+    assert choose("sync(backups=0)", "auto", 4)[0] == 0
+    assert forgives("sync(1)", 1)
     assert [forgives(s, 1) for s in ("async", "bounded(staleness=1)", "sync", "sync(backups=1)")] == [
         True,
         True,

@@ -7,6 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -269,9 +270,9 @@ def test_a_worker_that_only_some_servers_have_heard_is_neither_waited_for_nor_co
     rounds = Rounds()
     assert rounds.hear(0, standing(whole=(0, 2))) is None
     assert rounds.hear(1, standing(whole=(0,))) is None
-    assert rounds.hear(1, standing(whole=(0,), here=(0, 1))) == m.Closed(
-        0, 0, ((0, 5),)
-    )  # 2 died on its way to server 1
+    assert rounds.hear(1, standing(whole=(0,), here=(0, 1))) is None  # 2 died on its way to server 1
+    assert rounds.hear(0, standing(whole=(0, 1, 2))) is None
+    assert rounds.hear(1, standing(whole=(0, 1), here=(0, 1))) == m.Closed(0, 0, ((0, 5), (1, 5)))
     assert rounds.hear(0, standing(whole=(0, 2))) is None  # of a round that is over
 
 
@@ -369,9 +370,11 @@ def test_a_worker_that_dies_when_some_servers_have_its_push_is_not_counted() -> 
         assert _soon(lambda: here.standing(0).whole == ((2, 0),))
         here.kill(2)
         assert _soon(lambda: 2 not in here.standing(0).here)
-        steps(tables[0], 1)  # of the two that are left, one is a backup
+        with ThreadPoolExecutor() as pool:  # the lost one was the backup: both others are needed
+            for done in [pool.submit(steps, table, 1) for table in tables[:2]]:
+                done.result(30)
         told = [service.readings()["applied"] for service in here.services]
-        assert told == [1.0, 1.0]
+        assert told == [2.0, 2.0]
         assert all(torch.equal(s.parameter, torch.full(s.parameter.shape, -0.5)) for s in tables[0].slots)
 
 
@@ -412,3 +415,15 @@ def test_a_server_that_holds_nothing_of_a_table_is_left_out() -> None:
         for _ in range(3):
             tables[1].push([torch.ones(4)], [SGD])
         assert torch.equal(tables[1].slots[0].parameter, torch.full((4,), -1.5))
+
+
+def test_a_lost_worker_counts_against_the_backups() -> None:
+    def standing(number: int, here: tuple[int, ...], *whole: tuple[int, int]) -> m.Standing:
+        return m.Standing(table=0, servers=1, round=number, backups=1, here=here, resting=(), whole=whole)
+
+    rounds = Rounds()
+    assert rounds.hear(0, standing(0, (0, 1, 2), (0, 1))) is None
+    assert rounds.hear(0, standing(0, (0, 1, 2), (0, 1), (1, 1)))
+    assert rounds.hear(0, standing(1, (0, 2), (0, 2))) is None  # the one backup is lost: both others are needed
+    assert rounds.hear(0, standing(1, (0, 2), (0, 2), (2, 2)))
+    assert rounds.hear(0, standing(2, (2,), (2, 3)))  # never more than there are

@@ -10,7 +10,8 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.strategies import AllReduce, Async, Bounded, Strategy, Sync, World, make_strategy
-from paceline.strategies.server import Served, options_of
+from paceline.strategies.options import options_of
+from paceline.strategies.server import Served
 from paceline.testing.together import together
 from paceline.transport.group import Group
 
@@ -182,10 +183,17 @@ def test_words_name_the_same_objects() -> None:
     for wrong in ("bounded(staleness=-1)", "sync(backups=-1)"):
         with pytest.raises(ConfigError, match="0 or more"):
             make_strategy(wrong)
-    assert options_of({"params": [1], "lr": torch.tensor(0.5), "betas": (0.9, 0.99), "initial_lr": 3}) == {
-        "lr": 0.5,
-        "betas": [0.9, 0.99],
-    }
+
+
+def test_servers_are_told_the_options_that_the_optimizer_has() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "tag": torch.float32, "initial_lr": 3}]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(0.5), betas=(0.9, 0.99))
+    (told,) = options_of(optimizer)
+    assert (told["lr"], told["betas"]) == (0.5, [0.9, 0.99])
+    assert not {"params", "tag", "initial_lr"} & set(told)
+    optimizer.param_groups[0]["eps"] = torch.float32
+    with pytest.raises(ConfigError, match=r"parameter group 0 has eps=torch\.float32, a dtype"):
+        options_of(optimizer)
 
 
 @pytest.mark.parametrize("codec", ["nonzero", "topk(0.1)", "quantize(8)"])

@@ -200,6 +200,8 @@ def test_a_thread_that_waits_for_what_others_may_leave_is_stopped_too() -> None:
         def done(self, course: str, numbers: Any) -> None:
             raise AssertionError("nothing was trained")
 
+        deals = True
+
         def rest(self) -> None:
             raise AssertionError("a batch is under way")
 
@@ -475,3 +477,26 @@ def test_scalars_of_many_threads_are_all_counted() -> None:
         thread.join(20)
     taken.append(scalars.take().get("x", (0.0, 0)))
     assert sum(count for _, count in taken) == sum(total for total, _ in taken) == 8000
+
+
+@pytest.mark.parametrize("threads", [0, 2.5, True, "2", 2000])
+def test_threads_are_a_whole_number(run: Any, threads: Any) -> None:
+    model = deep()
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with pytest.raises(ConfigError, match=r"in_threads\(threads=.*must be whole, and from 1 to"):
+        run.in_threads(threads, loss_of, model, optimizer, run.loader(data(), batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda model, batch: None, "a NoneType"),
+        (lambda model, batch: model(batch[0]), r"a Tensor of shape \(8, "),
+        (lambda model, batch: 0.5, "a float"),
+    ],
+)
+def test_a_loss_that_is_none_names_loss_of(run: Any, wrong: Any, said: str) -> None:
+    model = deep()
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with pytest.raises(ConfigError, match=rf"loss_of\(model, batch\) returned {said}"):
+        run.in_threads(1, wrong, model, optimizer, run.loader(data(), batch_size=8))

@@ -392,3 +392,25 @@ def test_a_script_that_ends_in_the_middle_has_not_finished(tmp_path: Path, how: 
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == outcome
     assert status.read(tmp_path / "run" / "status" / "rank-0", 0).what == outcome
     assert member.output.count(f"{outcome}  2 steps" if outcome == "left early" else "finished  3 steps") == 1
+
+
+@pytest.mark.parametrize("keep", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_who_waits_for_the_others_at_the_end_of_an_epoch_waits(keep: int) -> None:
+    script = """
+        import time, torch, paceline
+        run = paceline.join()
+        model = torch.nn.Linear(2, 2)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        loader = run.loader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=2)
+        for epoch in run.epochs(2):
+            for i, (x,) in enumerate(loader):
+                model(x).sum().backward()
+                if run.rank == 1 and i == 1:
+                    time.sleep(1.0)
+                optimizer.step()
+        print("waited", run._meter.totals["wait_s"], run._meter.totals["seconds"])
+    """
+    finished = Cluster(2).run(script, settings=Settings(strategy="async", progress="off", checkpoint_keep=keep))
+    (fast, whole), (slow, _) = (map(float, m.output.split("waited ")[1].split()[:2]) for m in finished)
+    assert fast > slow + 1.0  # of the two seconds that the other slept
+    assert whole > fast

@@ -7,6 +7,7 @@ import shlex
 import signal
 from pathlib import Path
 
+from paceline.core.lost import how
 from paceline.membership.agent import Ended, Outcome
 from paceline.membership.lines import clean
 
@@ -20,11 +21,18 @@ _HINTS = {
 }
 
 
-def failure(outcome: Outcome, first: Ended, logs: dict[int, Path]) -> str:
-    """What to say about a run that failed."""
+def failure(outcome: Outcome, first: Ended, logs: dict[int, Path], *, workers: int, again: list[str]) -> str:
+    """What to say about a run that failed; `again` is the command that goes on with it."""
     others = [e for e in outcome.ended if e.rank != first.rank]
     lines = [f"rank {first.rank} failed first: {exit_text(first.code)}, after {first.seconds:.1f} s"]
-    if hint := _HINTS.get(-first.code):  # type: ignore[call-overload]
+    if first.rank >= workers:
+        end = f"was {how(first.code)}" if first.code < 0 else f"ended with {how(first.code)}"
+        lines = [
+            f"server {first.rank - workers} (rank {first.rank}) {end}, after {first.seconds:.1f} s: it held a part of "
+            "the parameters",
+            f"  resume from the last checkpoint with: {shlex.join(again)}",
+        ]
+    elif hint := _HINTS.get(-first.code):  # type: ignore[call-overload]
         lines.append(f"  ({hint})")
     if first.tail:
         lines.append("  its last lines:")
@@ -45,6 +53,11 @@ def failure(outcome: Outcome, first: Ended, logs: dict[int, Path]) -> str:
     if stopped := [str(e.rank) for e in others if e.asked]:
         lines.append(f"  stopped because of it: rank {', '.join(stopped)}")
     return "\n".join(lines)
+
+
+def lost(rank: int, how: str) -> str:
+    """What to say at once of a member without which the others go on."""
+    return f"member {rank} was lost ({how}); the others go on, its batches are dealt to them"
 
 
 def stopped(number: int, directory: Path, again: list[str]) -> str:

@@ -112,7 +112,7 @@ def _run(spec: JobSpec) -> int:
     size = spec.num_members + spec.num_servers
     display = Screen(size) if spec.terminal else Display(size)
     signals = _catch_signals()
-    job = Local(display).start(spec)
+    job = Local(display, on_lost=lambda rank, how: display.say(ending.lost(rank, how))).start(spec)
     _say_what_starts(spec, job, display)
     deadline = math.inf
     while (outcome := job.wait(_LOOK_S)) is None:
@@ -161,18 +161,24 @@ def _say_what_starts(spec: JobSpec, job: LocalJob, display: Display) -> None:
 
 def _say_how_it_ended(spec: JobSpec, job: LocalJob, outcome: Outcome, display: Display) -> None:
     logs = {rank: _short(path) for rank, path in job.logs().items()}
+    again = _again(spec, job)
     for lost in outcome.lost:
         how = f"{ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
         display.say(f"warning: rank {lost.rank} was lost: {how}; the others went on without it")
     if outcome.stopped_by:
-        args = [a for a in sys.argv[1:] if a != "--fresh"]
-        if not spec.settings.name:
-            args[1:1] = ["--name", job.dir.name]
-        display.say(ending.stopped(outcome.stopped_by, _short(job.dir), ["paceline", *args]))
+        display.say(ending.stopped(outcome.stopped_by, _short(job.dir), again))
     elif first := outcome.first_failed:
-        display.say(ending.failure(outcome, first, logs))
+        display.say(ending.failure(outcome, first, logs, workers=spec.num_members, again=again))
     elif spec.num_members > 1 and not job.met:
         display.say(ending.never_joined(spec.num_members))
+
+
+def _again(spec: JobSpec, job: LocalJob) -> list[str]:
+    """The command that goes on with this run."""
+    args = [a for a in sys.argv[1:] if a != "--fresh"]
+    if not spec.settings.name:
+        args[1:1] = ["--name", job.dir.name]
+    return ["paceline", *args]
 
 
 def _short(path: Path) -> Path:

@@ -7,8 +7,8 @@ import inspect
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
 
@@ -36,6 +36,43 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
       ...
     paceline.core.errors.ConfigError: tuple 'pair(1)': missing a required argument: 'b'. Write it as pair(a, b, c=0)
     """
+    said = read(text, kind, known)
+    make = known[said.name]
+    signature = _signature(make)
+    if signature:
+        allowed = list(signature.parameters)
+        for key in said.named:
+            if key not in allowed:
+                known_ones = nearest(key, allowed) if allowed else "it has none"
+                raise ConfigError(f"{kind} {said.name!r} has no option {key!r}: {known_ones}")
+        try:
+            signature.bind(*said.positional, **said.named)
+        except TypeError as error:  # too few of them, too many, or one twice
+            raise ConfigError(f"{kind} {text!r}: {error}. Write it as {_form(said.name, signature)}") from None
+    try:
+        return make(*said.positional, **said.named)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {text!r}: {error}") from None
+
+
+class Said(NamedTuple):
+    """Words, read but not made into anything yet."""
+
+    name: str
+    positional: list[Any]
+    named: dict[str, Any]
+
+    def given(self, make: Callable[..., Any]) -> dict[str, Any]:
+        """The options that were given, by the names that `make` has for them."""
+        return dict(inspect.signature(make).bind_partial(*self.positional, **self.named).arguments)
+
+
+def read(text: str, kind: str, known: Iterable[str] = ()) -> Said:
+    """What `text` says; a name outside of `known`, where that is given, is refused.
+
+    >>> read("sync(backups=1)", "strategy")
+    Said(name='sync', positional=[], named={'backups': 1})
+    """
     keyword = _KEYWORD.match(text)
     try:
         with _PARSING:
@@ -50,32 +87,15 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)")
     if keyword:
         name = name.removesuffix("_")
-    if name not in known:
+    if known and name not in known:
         raise ConfigError(f"unknown {kind} {name!r}: {nearest(name, known)}")
     given = [k.arg for k in keywords]
     if None in given or len(set(given)) < len(given):
         raise ConfigError(f"cannot read {kind} {text!r}: give each option once, as key=value")
-    make = known[name]
     try:
-        positional = [_value(a) for a in args]
-        named = {k.arg: _value(k.value) for k in keywords if k.arg}
+        return Said(name, [_value(a) for a in args], {k.arg: _value(k.value) for k in keywords if k.arg})
     except ValueError:
         raise ConfigError(f"{kind} {text!r}: values must be plain numbers or words") from None
-    signature = _signature(make)
-    if signature:
-        allowed = list(signature.parameters)
-        for key in named:
-            if key not in allowed:
-                known_ones = nearest(key, allowed) if allowed else "it has none"
-                raise ConfigError(f"{kind} {name!r} has no option {key!r}: {known_ones}")
-        try:
-            signature.bind(*positional, **named)
-        except TypeError as error:  # too few of them, too many, or one twice
-            raise ConfigError(f"{kind} {text!r}: {error}. Write it as {_form(name, signature)}") from None
-    try:
-        return make(*positional, **named)
-    except TypeError as error:
-        raise ConfigError(f"{kind} {text!r}: {error}") from None
 
 
 def split(text: str, known: Sequence[str], kind: str) -> tuple[str, dict[str, str]]:

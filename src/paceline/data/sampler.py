@@ -30,6 +30,10 @@ History = list[list[int]]
 class Deal(Protocol):
     """Who deals out batches; see `paceline.data.leases`."""
 
+    @property
+    def deals(self) -> bool:
+        """Whether epochs that begin now are dealt; else they are shared out evenly. All members have the same."""
+
     def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
         """The next batch's number; `waits` is called now and then while it depends on others whether there is one."""
 

@@ -72,15 +72,16 @@ class MapSource:
         self._dealt = terms.deal is not None and terms.partition is None and terms.pad
         if not self.length:
             raise ConfigError(f"the dataset ({type(dataset).__name__}) is empty: check the path or the filter")
-        self.sampler = Sampler(
+        even = partial(
+            Sampler,
             length=self.length,
             partition=partition,
             shuffle=terms.shuffle,
             batch_size=terms.batch_size,
-            rank=0 if self._dealt else terms.rank,
-            size=1 if self._dealt else terms.size,
             drop_last=terms.drop_last,
         )
+        self._even = even(rank=terms.rank, size=terms.size)
+        self.sampler = even(rank=0, size=1) if self._dealt else self._even
         self.fetch = fetcher(dataset, terms.collate)
         if isinstance(partition, Columns):
             self.fetch = self.fetch.cut(partial(partition.cut, rank=terms.rank, size=terms.size))
@@ -104,6 +105,8 @@ class MapSource:
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
         if self._dealt:
             assert self.terms.deal is not None
+            if not self.terms.deal.deals:
+                return MapFeed(self.fetch, self._even.begin(seed, epoch, []), self.terms.pad)
             return MapFeed(self.fetch, self.sampler.dealt(seed, epoch, self.terms.deal), self.terms.pad)
         return MapFeed(self.fetch, self.sampler.begin(seed, epoch, state.get("history", [])), self.terms.pad)
 

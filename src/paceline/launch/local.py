@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from paceline.core import lost
 from paceline.core.settings import Settings
 from paceline.environment.paceline import VARIABLES, variables
 from paceline.environment.place import Place
-from paceline.launch import cores, record, script
+from paceline.launch import cores, record, script, servers
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Agent, Outcome
 from paceline.membership.process import Show, Start
@@ -61,23 +64,41 @@ def plan(spec: JobSpec, rendezvous: str, token: str) -> list[Start]:
 class Local:
     """The launcher for one host."""
 
-    def __init__(self, show: Show, *, notice_s: float = 3.0, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        show: Show,
+        *,
+        notice_s: float = 3.0,
+        grace_s: float = 5.0,
+        on_lost: Callable[[int, str], None] = lambda rank, how: None,  # of members without which the others go on
+    ) -> None:
         self._show = show
+        self._on_lost = on_lost
         self._notice_s = notice_s
         self._grace_s = grace_s
 
     def start(self, spec: JobSpec) -> LocalJob:
-        return LocalJob(spec, self._show, self._notice_s, self._grace_s)
+        return LocalJob(spec, self._show, self._notice_s, self._grace_s, self._on_lost)
 
 
 class LocalJob:
     """A run on this host. Its members end when this process does, however it ends."""
 
-    def __init__(self, spec: JobSpec, show: Show, notice_s: float, grace_s: float) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        show: Show,
+        notice_s: float,
+        grace_s: float,
+        on_lost: Callable[[int, str], None] = lambda rank, how: None,
+    ) -> None:
+        self._on_lost = on_lost
+        self._losses: list[lost.Lost] = []
         self.token = secrets.token_hex(32)
         plan(spec, "", self.token)  # a script that cannot be started leaves no directory behind
         size = spec.num_members + spec.num_servers
         self._record = record.Record(spec.settings, spec.script, size)
+        lost.write(self._record.dir, ())
         # Absolute: a script may change its directory before it joins.
         root = str(self._record.dir.parent.absolute())
         settings = spec.settings.pin(*spec.settings.changed())  # a program that starts a run types nothing
@@ -92,6 +113,7 @@ class LocalJob:
             losable=range(1, spec.num_members) if spec.forgives else (),
             on_started=self._started,
             on_ended=self._ended,
+            on_lost=self._lost,
         )
         self._size = size
         self._pids: list[int] = []
@@ -166,3 +188,12 @@ class LocalJob:
     def _ended(self, rank: int, code: int) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._rendezvous.gone(rank, how)
+
+    def _lost(self, rank: int, code: int) -> None:
+        gate = servers.turned(self.dir / "events" / "rank-0.jsonl", self._record.run.started)
+        if gate and not servers.forgives(gate, 1):
+            return  # the others fail of it, and the end says so
+        self._losses.append(lost.Lost(rank=rank, how=lost.how(code), at=time.time()))
+        with contextlib.suppress(OSError):  # a full disk must not stop the others
+            lost.write(self.dir, self._losses)
+        self._on_lost(rank, lost.how(code))

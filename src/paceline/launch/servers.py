@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+from pathlib import Path
+
+import msgspec
 
 from paceline.core.errors import ConfigError
+from paceline.core.words import read
 
 _SERVED = ("sync", "bounded", "async")
 _WORKERS_PER_SERVER = 4  # one server applies the pushes of so many workers while they compute the next
@@ -18,7 +22,7 @@ def choose(strategy: str, servers: str, workers: int) -> tuple[int, str]:
     >>> choose("allreduce", "auto", 6)
     (0, '')
     """
-    name = re.split(r"\W", strategy.strip(), maxsplit=1)[0]
+    name = read(strategy, "strategy").name
     if name not in _SERVED:
         if servers != "auto":
             raise ConfigError(f"--servers {servers}: {name} has no servers; use --strategy {', '.join(_SERVED)}")
@@ -29,7 +33,7 @@ def choose(strategy: str, servers: str, workers: int) -> tuple[int, str]:
         return 0, "a shard with every worker, as asked for"
     if servers != "auto":
         return int(servers), f"{servers} server{'s' if servers != '1' else ''}, as asked for"
-    if name == "sync" and "backups" not in strategy:
+    if not _lets_go(strategy):
         return 0, "a shard with every worker: sync spreads the load as evenly as a ring does"
     count = -(-workers // _WORKERS_PER_SERVER)
     each = f"one for each {_WORKERS_PER_SERVER}" if count > 1 else f"one is enough for up to {_WORKERS_PER_SERVER}"
@@ -42,8 +46,35 @@ def forgives(strategy: str, num_servers: int) -> bool:
 
     >>> forgives("async", 1), forgives("sync", 1), forgives("async", 0)
     (True, False, False)
+    >>> forgives("sync(backups=1)", 1), forgives("sync(backups=0)", 1)
+    (True, False)
     """
-    return num_servers > 0 and (strategy.strip().startswith(("async", "bounded")) or "backups" in strategy)
+    return num_servers > 0 and _lets_go(strategy)
+
+
+def _lets_go(strategy: str) -> bool:
+    """Whether nobody waits for everybody; read without torch, which takes long to import."""
+    said = read(strategy, "strategy")
+    backups = said.named.get("backups", said.positional[0] if said.positional else 0)
+    return said.name in ("async", "bounded") or (said.name == "sync" and backups != 0)
+
+
+def turned(events: Path, since: float) -> str:
+    """The gate to which the script has turned its servers (`run.turn`) since then, by its events; "": it has not."""
+    gate = ""
+    with contextlib.suppress(OSError), events.open("rb") as file:
+        for line in file:
+            if b'"turn"' in line:
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    event = msgspec.json.decode(line, type=_Turn)
+                    gate = event.gate if event.kind == "turn" and event.time >= since else gate
+    return gate
+
+
+class _Turn(msgspec.Struct):
+    kind: str = ""
+    time: float = 0.0
+    gate: str = ""
 
 
 def parse(text: str) -> str:

@@ -64,13 +64,18 @@ class Outcome:
     @property
     def lost(self) -> list[Ended]:
         """Those that failed while the others went on."""
-        return [e for e in self.ended if e.failed and e.losable]
+        first = self.first_failed
+        return [e for e in self.ended if e.failed and e.losable and (not first or e.at < first.at)]
 
     @property
     def first_failed(self) -> Ended | None:
-        """The failure to blame: the earliest that did not follow from another's."""
-        failed = [e for e in self.ended if e.failed and not e.losable]
-        return min(failed, key=lambda e: (e.followed, e.at), default=None)
+        """The failure to blame: the earliest that did not follow from another's.
+
+        Where one that was needed followed, the others could not go on without the one that was lost after all.
+        """
+        failed = [e for e in self.ended if e.failed]
+        first = min((e for e in failed if not e.losable), key=lambda e: (e.followed, e.at), default=None)
+        return min(failed, key=lambda e: (e.followed, e.at)) if first and first.followed else first
 
     @property
     def code(self) -> int:
@@ -96,6 +101,7 @@ class Agent:
         grace_s: float = 5.0,  # between SIGTERM and SIGKILL
         on_started: Callable[[list[int]], None] = lambda pids: None,
         on_ended: Callable[[int, int], None] = lambda rank, code: None,
+        on_lost: Callable[[int, int], None] = lambda rank, code: None,  # one that is losable
     ) -> None:
         self._starts = starts
         self._show = show
@@ -105,6 +111,7 @@ class Agent:
         self._grace_s = grace_s
         self._on_started = on_started
         self._on_ended = on_ended
+        self._on_lost = on_lost
         self._lock = threading.Lock()
         self._processes: list[Process] = []
         self._asked: set[int] = set()  # ranks that were told to stop while they ran
@@ -194,6 +201,8 @@ class Agent:
                 fatal = process.code and process.rank not in self._asked and process.rank not in self._losable
                 if fatal and self._failed_at is None:
                     self._failed_at = time.monotonic()
+                if process.code and not fatal and process.rank not in self._asked and self._failed_at is None:
+                    self._on_lost(process.rank, process.code)
                 self._on_ended(process.rank, process.code)
             if process.finished and not was_finished:
                 guard.discard(process.pid)

@@ -111,6 +111,7 @@ class Dealer:
     """A worker's side."""
 
     def __init__(self, wires: Wires, server: int) -> None:
+        self.deals = True  # epochs that begin now
         self.rest: Callable[[], None] = lambda: None  # called where this worker has nothing to do for a while
         self._limit_s = wires.limit_s
         self._channel = wires.mesh.channel(server, _LANE)
@@ -169,6 +170,10 @@ class DealsFor:
     def __init__(self, dealer: Dealer, loader: str) -> None:
         self._dealer = dealer
         self._loader = loader
+
+    @property
+    def deals(self) -> bool:
+        return self._dealer.deals
 
     def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
         return self._dealer.take(f"{self._loader}/{course}", total, wait=wait, waits=waits)

@@ -184,7 +184,7 @@ class Tray:
         deadline = time.monotonic() + wait_s
         with self._changed:
             if not self._changed.wait_for(lambda: self._open, wait_s):
-                return Taken(0, "its script has not asked for samples: it does so with run.uploads()")
+                return Taken(0, "its script has not asked for samples: it does so with run.uploads()", asked=False)
         for sample in samples:
             check(sample, self._like)
         with self._changed:

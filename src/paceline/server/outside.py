@@ -15,6 +15,7 @@ import contextlib
 import re
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from paceline.server.stock import offsets
 from paceline.server.visits import Progress
 
 _PAUSE_S = 0.05
+_PATIENCE_S = 3.0  # after which one who uploads is told that nobody has asked for samples
 _BUNDLE, _BUNDLE_BYTES = 256, 1 << 20  # samples that travel together
 
 
@@ -63,17 +65,32 @@ def connect(where: str, *, token: str = "", limit_s: float = 30.0) -> Outsider:
                 f'connect("{where}"): an address needs token=, which the run\'s desk.json has; on the same host give '
                 "the run's name or directory instead"
             )
-        return Outsider(where, token, limit_s)
+        return _outsider(where, token, limit_s)
     directory = _directory(where)
     note = read_note(directory)
     if note is None:
         raise ConfigError(_why_no_desk(directory))
     try:
-        return Outsider(note.addresses[0], token or note.token, limit_s)
+        return (
+            _outsider(note.addresses[0], token, limit_s) if token else Outsider(note.addresses[0], note.token, limit_s)
+        )
     except (Interrupted, AuthError) as error:  # its desk would have taken the note away: another may listen there now
         if token or not _is_over(directory, error):
             raise
         raise Interrupted(f"run {directory.name!r} is over: it was killed ({error})") from None
+
+
+def _outsider(address: str, token: str, limit_s: float) -> Outsider:
+    """With a token that someone typed."""
+    try:
+        return Outsider(address, token, limit_s)
+    except AuthError as error:
+        if "same token" not in str(error):
+            raise
+        raise AuthError(
+            f"token= is not that of the run at {address}: take the one in its desk.json, in the run's directory; "
+            "on the same host leave token= out, and give the run's name"
+        ) from None
 
 
 class Outsider:
@@ -156,7 +173,10 @@ class Outsider:
     def _all(self, message: v.ToDesk, lines: list[Line]) -> list[v.FromDesk]:
         """Ask several desks at once."""
         for line in lines:
-            line.say(message)
+            try:
+                line.say(message)
+            except (Interrupted, AuthError) as error:  # nobody is there any more, or another listens
+                raise Interrupted(self._lost(error)) from None
         answers: list[v.FromDesk] = []
         for line in lines:
             try:
@@ -237,9 +257,13 @@ class Outsider:
             self._samples_said(v.Finish(), 0)
 
     def _put(self, samples: list[bytes], before: int, wait_s: float) -> int:
-        deadline = time.monotonic() + wait_s
+        began = time.monotonic()
+        deadline, warned = began + wait_s, False
         while samples:
             taken = self._samples_said(v.Upload(samples), before)
+            if not taken.asked and not warned and time.monotonic() - began >= _PATIENCE_S:
+                warned = True
+                warnings.warn(f"upload() to run {self.name!r} waits: {taken.why}", stacklevel=3)
             if taken.count:
                 deadline = time.monotonic() + wait_s
             before += taken.count

@@ -3,7 +3,8 @@
     each server  → first    where it stands: who is here, and whose push for the round is whole
     first server → all      the round is closed, with these workers
 
-A round is closed when all workers but the backups are whole on every server; so whatever fails, it has the same
+A round is closed when all workers but the backups are whole on every server (a lost one, or one that rests, counts
+against the backups); so whatever fails, it has the same
 contributors on all of them. A worker that died when only some servers had its push is not here on one of them at
 least: it is not waited for, and not counted.
 
@@ -38,6 +39,7 @@ class Rounds:
     def __init__(self) -> None:
         self._round = 0
         self._standings: dict[int, m.Standing] = {}  # by server
+        self._known: set[int] = set()  # workers that have ever been here
 
     def hear(self, server: int, standing: m.Standing) -> m.Closed | None:
         """A server says where it stands; the round that is closed by that."""
@@ -48,9 +50,10 @@ class Rounds:
             return None
         backups = min(s.backups for s in all_)  # while the gate turns, some have turned already
         here = set.intersection(*(set(s.here) for s in all_))
+        self._known |= here
         resting = {rank for s in all_ for rank in s.resting}
         whole = set.intersection(*(set(s.whole) for s in all_))
-        if not backups or len(whole) < max(1, len(here - resting) - backups):
+        if not backups or len(whole) < max(1, min(len(here - resting), len(self._known) - backups)):
             return None
         self._round += 1
         return m.Closed(standing.table, standing.round, tuple(sorted(whole)))

@@ -143,6 +143,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
     count: int
     why: str = ""  # not all were
+    asked: bool = True  # whether the script has ever asked for samples
 
 
 class Given(msgspec.Struct, frozen=True, tag="given", kw_only=True):

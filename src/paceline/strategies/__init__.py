@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.words import build
+from paceline.core.words import build, read
 from paceline.server.packing import servable
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.server import Async, Bounded, Served, Sync
@@ -33,4 +34,72 @@ def make_strategy(words: Any, codec: str = "") -> Strategy:
     return strategy
 
 
-__all__ = ["STRATEGIES", "AllReduce", "Async", "Bounded", "Strategy", "Sync", "Tally", "World", "make_strategy"]
+def words_of(strategy: Strategy) -> str:
+    """How a user would write it, without what is as usual.
+
+    >>> words_of(Async("dana(0.9)")), words_of(Sync()), words_of(AllReduce(bucket_mb=8))
+    ("async(correct='dana(momentum=0.9)')", 'sync', 'allreduce(bucket_mb=8.0)')
+    """
+    changed = _changed(strategy)
+    if not isinstance(strategy, AllReduce | Served):
+        return type(strategy).__name__
+    name, _, gate = strategy.gate.words.partition("(") if isinstance(strategy, Served) else ("allreduce", "", "")
+    own = [gate.removesuffix(")")] if gate and gate != "backups=0)" else []
+    own += [f"{key}={value!r}" for key, value in changed.items() if key not in ("backups", "staleness")]
+    return f"{name}({', '.join(own)})" if own else name
+
+
+def choose(script: Strategy, typed: str) -> tuple[Strategy, str]:
+    """The strategy of a run whose script gives one and whose command line another, and what to say of it.
+
+    The script's says more, and is used where both are all-reduce or both have servers and nothing that was typed
+    contradicts it; a gate without arguments, such as "async", takes the place of the script's gate.
+
+    >>> script = Async("dana(0.9)")
+    >>> choose(script, "async") == (script, "")
+    True
+    >>> choose(script, "sync")[1]
+    "--strategy sync goes before the script's async(correct='dana(momentum=0.9)'): correct is left out"
+    """
+    made: Strategy = build(typed, STRATEGIES, "strategy")
+    mine, theirs = _options(made), _options(script)
+    said = read(typed, "strategy").given(type(made))
+    before = f"--strategy {typed} goes before the script's {words_of(script)}"
+    agree = all(key in theirs and theirs[key] == mine[key] for key in said)
+    if agree and type(made) is type(script):
+        return script, ""
+    lost = [key for key, value in _changed(script).items() if mine.get(key, "") != value]
+    if isinstance(made, Served) and isinstance(script, Served):
+        if agree and not {"correct", "per_host"} & (set(lost) - set(mine)):
+            script.gate = made.gate
+            kept = [key for key in _changed(script) if key in mine]
+            return script, f"{before}: its gate is left out" + (f", {', '.join(kept)} stays" if kept else "")
+    elif type(made) is not type(script):
+        return made, f"{before}, all of which is left out"
+    return made, f"{before}: {', '.join(lost) or 'its gate'} is left out"
+
+
+def _options(strategy: Strategy) -> dict[str, Any]:
+    return strategy.options if isinstance(strategy, AllReduce | Served) else {}
+
+
+def _changed(strategy: Strategy) -> dict[str, Any]:
+    """Its options that are not as usual."""
+    usual = {name: p.default for name, p in inspect.signature(type(strategy)).parameters.items()}
+    usual["codec"] = "none"  # of all-reduce, in its words
+    return {key: value for key, value in _options(strategy).items() if value != usual.get(key)}
+
+
+__all__ = [
+    "STRATEGIES",
+    "AllReduce",
+    "Async",
+    "Bounded",
+    "Strategy",
+    "Sync",
+    "Tally",
+    "World",
+    "choose",
+    "make_strategy",
+    "words_of",
+]

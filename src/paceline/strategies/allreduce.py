@@ -67,6 +67,13 @@ class AllReduce:
         self._feedback, self._warmup = _check_feedback(feedback), _check_warmup(warmup)
         self.take(codec, back)
         self.bucket_bytes = int(bucket_mb * 1e6)
+        self.options = {
+            "bucket_mb": float(bucket_mb),
+            "codec": self.method.codec.words if self.method.codec else "none",
+            "back": self.method.back.words if self.method.back else None,
+            "feedback": feedback,
+            "warmup": warmup,
+        }
         self._engines: dict[int, Engine] = {}  # by id of the model
         self._drives: dict[int, Engine] = {}  # by id of the optimizer
         self._owned: dict[int, torch.nn.Parameter] = {}  # by id; a parameter belongs to one engine

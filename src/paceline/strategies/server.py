@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.optim import OPTIMIZERS
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
@@ -30,9 +29,9 @@ from paceline.server.placement import Tensor
 from paceline.server.pushes import readings_of
 from paceline.server.rounds import agree
 from paceline.server.service import Service
-from paceline.server.stock import optimizer_class
 from paceline.staleness import Correction, make_corrections
 from paceline.strategies.front import Front
+from paceline.strategies.options import optimizer_name, options_of
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import Pass, World
 
@@ -42,7 +41,6 @@ _ELEMENTWISE = {
     "paceline.Adagrad",
 }  # fmt: skip
 _LOOK_S = 1.0
-_NOT_SENT = ("params", "param_names", "initial_lr")
 
 
 class Served:
@@ -54,10 +52,13 @@ class Served:
         self.gate = gate
         self.codec = ""  # in words; see `paceline.server.packing`
         self._correct = make_corrections(correct)
+        self.options: dict[str, Any] = {"correct": self._correct.words if self._correct else None}
         self._per_host = per_host
         self._front: Front | None = None  # this host's workers, where they push as one
-        self._world: World | None = None
+        self._attached = False
+        self._world: World | None = None  # None in a run of one too
         self._met = False
+        self._num_workers = 0  # that push
         self._client: Client | None = None  # None on workers for which another one pushes
         self._service: Service | None = None  # the shard that lives with this worker
         self._models: list[torch.nn.Module] = []
@@ -70,6 +71,7 @@ class Served:
     # ---- the contract
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+        self._attached = True
         if world.group.size == 1 and not world.servers:
             return
         self._world = world
@@ -104,7 +106,7 @@ class Served:
         weight, doubt = (world.passing.weight, "") if world.passing else world.tally.take()
         if doubt:
             world.tell(doubt)
-        options = [options_of(group) for group in optimizer.param_groups]
+        options = options_of(optimizer)
         began = time.monotonic()
         for each in held:
             each.push(options[: each.groups], weight, self.sync and world.wish, world.passing)
@@ -149,8 +151,15 @@ class Served:
 
     def turn(self, gate: str | Gate) -> None:
         """Go on with another gate, such as "bounded(staleness=4)"; all members call this, between two epochs."""
-        self.gate = make_gate(gate) if isinstance(gate, str) else gate
+        gate = make_gate(gate) if isinstance(gate, str) else gate
+        if not self._attached:
+            raise ConfigError(
+                f"turn({gate.words!r}): this strategy is not that of a run with an optimizer: another one was asked "
+                "for on the command line, or run.optimizer was not called yet. Use run.turn(...), after run.optimizer"
+            )
         world = self._world
+        self._check(gate, world)
+        self.gate = gate
         if world is None:
             return
         world.group.barrier()
@@ -234,6 +243,13 @@ class Served:
 
     # ---- inside
 
+    def _check(self, gate: Gate, world: World | None) -> None:
+        if world and isinstance(gate, Together) and gate.backups >= self._num_workers:
+            raise ConfigError(
+                f"{gate.words}: {self._num_workers} workers push, so at most {self._num_workers - 1} can be backups; "
+                "start more of them, or give fewer backups"
+            )
+
     def _meet(self, world: World) -> None:
         """Connect to the servers: processes of their own, or a shard with each worker."""
         group, wires = world.group, world.wires
@@ -246,6 +262,8 @@ class Served:
             fronts = [group.subgroup([group.ranks.index(r) for r in host]) for host in hosts if host]
             self._front = next(Front(front) for front in fronts if front)
             workers = [host[0] for host in hosts if host]
+        self._num_workers = len(workers)
+        self._check(self.gate, world)
         servers = list(world.servers) or workers
         if wires.rank not in workers:
             return
@@ -277,7 +295,7 @@ class Served:
         if not found:
             return
         name = optimizer_name(optimizer)
-        options = [options_of(group) for group in optimizer.param_groups]
+        options = options_of(optimizer)
         if self._correct:
             for each in options:
                 self._correct.check_optimizer(each)
@@ -370,6 +388,7 @@ class Sync(Served):
 
     def __init__(self, backups: int = 0, per_host: bool = False) -> None:
         super().__init__(Together(backups), None, per_host=per_host)
+        self.options = {"backups": backups, "per_host": per_host}
 
 
 class Bounded(Served):
@@ -382,6 +401,7 @@ class Bounded(Served):
 
     def __init__(self, staleness: int, correct: Correction | str | Sequence[Correction | str] | None = None) -> None:
         super().__init__(Within(staleness), correct)
+        self.options["staleness"] = staleness
 
 
 class Async(Served):
@@ -393,31 +413,3 @@ class Async(Served):
 
     def __init__(self, correct: Correction | str | Sequence[Correction | str] | None = None) -> None:
         super().__init__(Apart(), correct)
-
-
-def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch.optim or paceline.optim that this is, by its name: servers look up nothing else."""
-    kind: type = type(optimizer)
-    if hasattr(optimizer, "_paceline"):  # the run's own subclass of it
-        kind = kind.__mro__[1]
-    if own := [name for name, each in OPTIMIZERS.items() if each is kind]:
-        return own[0]
-    if getattr(torch.optim, kind.__name__, None) is not kind:
-        raise ConfigError(
-            f"servers apply the optimizers of torch.optim and paceline.optim, and {kind.__name__} is another one: use "
-            "one of those, or --strategy allreduce, which takes any"
-        )
-    name: str = kind.__name__
-    optimizer_class(name)
-    return name
-
-
-def options_of(group: dict[str, Any]) -> Options:
-    """The options of a parameter group, as they travel."""
-    return {key: _plain(value) for key, value in group.items() if key not in _NOT_SENT}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value)
-    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value

@@ -16,6 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
+from paceline.core import lost
 from paceline.core.events import Event, Events
 from paceline.core.status import Status
 from paceline.transport.group import Group
@@ -90,6 +93,8 @@ class Ending:
             "seconds": time.monotonic() - self._began,
             "members": members,
         }
+        if gone := lost.read(self._directory):
+            end["lost"] = [msgspec.structs.asdict(one) for one in gone]
         if self._failure:
             end["reason"] = self._failure
         self._events.emit("end", **end)

@@ -24,7 +24,7 @@ from paceline.environment import Place, detect
 from paceline.membership import meet
 from paceline.server.dealing import Dealer
 from paceline.server.desk import Desk
-from paceline.strategies import Strategy, make_strategy
+from paceline.strategies import Strategy, choose, make_strategy, words_of
 from paceline.strategies.server import Served
 from paceline.train.ending import Ending
 from paceline.train.progress import MODES, make_progress
@@ -43,7 +43,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     """Become a member of the run that this process was started for; a run of one without a launcher.
 
     Args:
-        strategy: how the members agree, as an object or in words; `--strategy` on the command line goes before it.
+        strategy: how the members agree, as an object or in words. `--strategy` on the command line goes before it where
+            it says otherwise, and a warning says what of this is left out.
         settings: any of `paceline.core.settings.NAMES`; a flag of `paceline run` goes before it, and `name` and
             `root` are `paceline run`'s alone.
 
@@ -81,8 +82,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     _check_words(agreed)
     directory = Path(agreed.root) / agreed.name
     device = _device(agreed.device, place)
-    own = strategy is not None and not isinstance(strategy, str) and "strategy" not in agreed.pinned
-    chosen = make_strategy(strategy if own else agreed.strategy, agreed.codec)
+    chosen, said = _strategy(strategy, agreed)
+    agreed = agreed.with_(strategy=words_of(chosen))
     status = Status(directory / "status" / f"rank-{place.rank}", place.host)
     group, dealer = solo(), None
     if wires:
@@ -120,10 +121,31 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     desk = _desk(place, wires[0], directory, meeting.token, chosen, agreed.strategy) if wires else None
     ending.watch(run._finish, [*([desk.close] if desk else []), group.close, *(w.close for w in wires), *closers])
     if place.kind == "paceline" and place.rank == 0:
-        for message in _without_effect(settings, agreed):
+        for message in [*_without_effect(settings, agreed), *([said] if said else [])]:
             events.emit("warning", message=message)
+        if chosen.forgives and place.size > 1 and not place.servers and "strategy" not in agreed.pinned:
+            run._tell(_shards_live_here(agreed.strategy))
     _current = run
     return run
+
+
+def _strategy(given: Strategy | str | None, agreed: Settings) -> tuple[Strategy, str]:
+    """The run's strategy, and what to say where the script's is not the one that was typed."""
+    if given is None or (isinstance(given, str) and "strategy" not in agreed.pinned):
+        return make_strategy(agreed.strategy, agreed.codec), ""
+    chosen, said = make_strategy(given), ""
+    if "strategy" in agreed.pinned:
+        chosen, said = choose(chosen, agreed.strategy)
+    return make_strategy(chosen, agreed.codec), said
+
+
+def _shards_live_here(words: str) -> str:
+    name = words.partition("(")[0]
+    return (
+        f"{words} comes from the script, so a part of the parameters lives with every worker, batches are shared out "
+        f"evenly, and a lost worker ends the run; --strategy {words if name == 'bounded' else name!s} on the command "
+        "line gives server processes, with which it goes on"
+    )
 
 
 def _desk(place: Place, wires: Wires, directory: Path, token: str, strategy: Strategy, words: str) -> Desk | None:

@@ -88,6 +88,15 @@ class Meter:
         self._last = time.monotonic()
         self._before = self._readings()
 
+    def waited(self, seconds: float) -> None:
+        """This member has waited for the others between two epochs, or for a batch that they might leave to it."""
+        data_s = self._readings()[0]
+        seconds += max(data_s - self._before[0], 0.0)
+        self._before = (data_s, *self._before[1:])
+        for key in ("seconds", "wait_s"):
+            self.totals[key] += seconds
+            self._since[key] += seconds
+
     def log(self, values: dict[str, Any]) -> None:
         self._scalars.add(values)
 

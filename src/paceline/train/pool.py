@@ -125,7 +125,7 @@ class Pool:
             model = self._replicas[number]
             while (batch := self._draw()) is not None:
                 read = self._strategy.reading()
-                self._loss_of(model, batch.data).backward()  # type: ignore[no-untyped-call]
+                _checked(self._loss_of(model, batch.data)).backward()  # type: ignore[no-untyped-call]
                 self._apply(Pass(number, batch.weight, read))
                 batch.done()
                 with self._changed:
@@ -239,10 +239,22 @@ def _replica(model: torch.nn.Module, *, own_buffers: bool) -> torch.nn.Module:
         ) from error
 
 
+def _checked(loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+    raise ConfigError(
+        f"run.in_threads: loss_of(model, batch) returned a {type(loss).__name__}{shape}: return the loss, a tensor "
+        "with one number"
+    )
+
+
 def check(threads: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, known: bool) -> None:
     """Refuse what cannot work, before a thread is started. `known`: model, optimizer and loader are the run's."""
-    if not 1 <= threads <= _MOST:
-        raise ConfigError(f"run.in_threads({threads}, ...): the number of threads must be from 1 to {_MOST}")
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MOST:
+        raise ConfigError(
+            f"run.in_threads(threads={threads!r}, ...): the number of threads must be whole, and from 1 to {_MOST}"
+        )
     if not known:
         raise ConfigError(
             "run.in_threads(threads, loss_of, model, optimizer, loader): the model and the optimizer must be those "

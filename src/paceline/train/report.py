@@ -51,6 +51,7 @@ def page(history: History, run_dir: Path) -> str:
     sections = [
         _header(history, start, summary, title),
         _tiles(history, summary),
+        f'<p class="advice">{html.escape(summary.lost_line)}</p>' if summary.lost else "",
         f'<p class="facts">{html.escape(summary.pushed.line)}</p>' if summary.pushed else "",
         f'<p class="facts">codec {html.escape(summary.coded.line)}</p>' if summary.coded else "",
         f'<p class="advice">{html.escape(summary.advice)}</p>' if summary.advice else "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
 from paceline.server.taking import Taker
 from paceline.strategies import Strategy, Tally, World
+from paceline.strategies.server import Served
 from paceline.train import metrics
 from paceline.train.ending import Ending
 from paceline.train.groups import SavedOptimizer
@@ -34,6 +36,7 @@ from paceline.train.pool import LossOf, Pool, check
 from paceline.train.saving import Saver, Stateful
 from paceline.train.window import Window
 from paceline.transport.group import Group
+from paceline.transport.hub import HubGroup
 from paceline.transport.wires import Wires
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -105,6 +108,7 @@ class Run:
         self._window = Window(self._warn)
         self._save_next = False  # a step has ended since all members agreed to save
         self._epoch_step = 0  # steps before the epoch under way
+        self._here = set(group.ranks)
         self._pool: Pool | None = None  # threads that train now
 
     # ---- what the loop uses
@@ -226,6 +230,19 @@ class Run:
         finally:
             self._pool = None
 
+    def turn(self, gate: str) -> None:
+        """With servers, go on with another gate: `run.turn("bounded(staleness=4)")`. All members call this, between two
+        epochs."""
+        if not isinstance(self._strategy, Served):
+            raise ConfigError(
+                f"run.turn({gate!r}): {self.settings.strategy} has no servers, whose gate could be turned: use "
+                "--strategy sync, bounded or async"
+            )
+        self._strategy.turn(gate)
+        if self._dealer:  # in sync without backups nobody may have more batches than the others
+            self._dealer.deals = self._strategy.forgives
+        self._events.emit("turn", gate=self._strategy.gate.words, step=self._meter.step)
+
     def log(self, **values: Any) -> None:
         """Note scalars of this step (numbers, tensors of one element): shown, written to events, in the report."""
         self._meter.log(values)
@@ -265,7 +282,8 @@ class Run:
                     f"{name} out, or loop over run.loader(..., {name}=...) under torch.no_grad()"
                 )
         self._status.set("evaluating")
-        self._strategy.together()
+        with self._waiting():
+            self._strategy.together()
         loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -391,10 +409,16 @@ class Run:
 
     def _leave_epoch(self, epoch: int) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
-        if not self._saver.enabled:
-            self._strategy.together()
-        for name, value in metrics.weighted_means(self.group, self._meter.end_epoch()).items():
+        scalars = self._meter.end_epoch()
+        with self._waiting():
+            if not self._saver.enabled:
+                self._strategy.together()
+            means = metrics.weighted_means(self.group, scalars)
+        for name, value in means.items():
             self._tell_metric(f"epoch/{name}", value)
+        for rank in sorted(self._here - set(self._present())):
+            self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
+        self._here = set(self._present())
         for loader in self._loaders:
             loader.enter_epoch(epoch + 1)
         self._epoch_step = self._meter.step
@@ -431,6 +455,18 @@ class Run:
 
     def _deals(self, loader: int) -> Deal | None:
         return DealsFor(self._dealer, str(loader)) if self._dealer else None
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """All members meet: whoever comes first waits."""
+        began = time.monotonic()
+        yield
+        if self.size > 1:
+            self._meter.waited(time.monotonic() - began)
+
+    def _present(self) -> Sequence[int]:
+        """Who came to the last collective."""
+        return self.group.ranks_here if isinstance(self.group, HubGroup) else self.group.ranks
 
     def _agree(self, value: int) -> list[int]:
         return [int(t) for t in self.group.all_gather(torch.tensor([value]))]

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.events import Event
+from paceline.core.lost import Lost
 from paceline.train import figures
 
 WAIT_LIMIT = 0.30  # shares of the time above which something is worth saying
@@ -116,6 +117,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     coded: Coded | None = None
     pushed: Pushed | None = None
     members: tuple[Share, ...] = ()
+    lost: tuple[Lost, ...] = ()
+
+    @property
+    def lost_line(self) -> str:
+        return "; ".join(f"member {one.rank} was lost ({figures.clean(one.how, 80)})" for one in self.lost)
 
 
 def summarise(end: Event, start: Event | None = None) -> Summary:
@@ -154,8 +160,16 @@ def summarise(end: Event, start: Event | None = None) -> Summary:
         members=shares,
         coded=_coded(raw),
         pushed=_pushed(raw),
+        lost=_lost(end.get("lost")),
     )
     return msgspec.structs.replace(summary, advice=_advice(summary))
+
+
+def _lost(told: Any) -> tuple[Lost, ...]:
+    try:
+        return msgspec.convert(told or [], tuple[Lost, ...])
+    except msgspec.ValidationError:
+        return ()
 
 
 def _coded(raw: list[Any]) -> Coded | None:
@@ -224,6 +238,8 @@ def table(summary: Summary) -> RenderableType:
     parts: list[RenderableType] = [head]
     if summary.members:
         parts += ["", rows]
+    if summary.lost:
+        parts += ["", Text(summary.lost_line, style="yellow")]
     if summary.pushed:
         parts += ["", Text(summary.pushed.line)]
     if summary.coded:
