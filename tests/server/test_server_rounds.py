@@ -356,7 +356,7 @@ def test_servers_go_on_without_the_slowest_and_tell_it_what_was_dropped() -> Non
         steps(slow, 2)  # and now it is the first
         assert list(slow.dropped) == [1]
         told = [service.readings() for service in here.services]
-        assert told == [{"applied": 5.0, "dropped": 1.0, "version": 5.0}] * 3
+        assert told == [{"applied": 5.0, "dropped": 1.0, "halves": 0.0, "version": 5.0}] * 3
 
 
 def test_a_worker_that_dies_when_some_servers_have_its_push_is_not_counted() -> None:

@@ -57,7 +57,8 @@ def main() -> None:
         while not service.wait(_LOOK_S):
             told = service.readings()
             status.step = int(told["version"])
-            status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped")
+            half = f", {told['halves']:.0f} half applied" if told["halves"] else ""
+            status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped{half}")
         status.set("finished")
     finally:
         desk.close()

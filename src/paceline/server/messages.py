@@ -12,7 +12,8 @@
     first → servers   Closed     this round, with these workers' pushes
 
 Every connection begins with Open, which has the protocol's version. Bytes that do not decode to exactly these, or do
-not fit the table, are refused by name, and nothing of them is applied. Nothing is unpickled.
+not fit the table, are refused by name, and nothing of them is applied; of a push, chunks that had come before may have
+been, and the refusal says which. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """What was said is wrong, and was not done; the connection ends here."""
+    """What was said is wrong, and was not done but for what the message names; the connection ends here."""
 
     kind: str  # config, left
     message: str

@@ -69,6 +69,7 @@ class Service:
         return {
             "applied": float(sum(s.applied for s in shards)),
             "dropped": float(sum(s.dropped for s in shards)),
+            "halves": float(sum(s.halves for s in shards)),
             "version": float(max((s.version for s in shards), default=0)),
         }
 

@@ -139,10 +139,11 @@ class Session:
         self._say(m.State(table=table.number, chunk=-1))
 
     def refuse(self, error: PacelineError) -> None:
-        """End the connection with a word about why."""
+        """End the connection with a word about why, and about what was applied of a push that ends here."""
         if not self._over:
             kind = "left" if isinstance(error, Interrupted) else "config"
-            self._say(m.Refused(kind, str(error)))
+            halves = [half for table in self._tables.values() if (half := table.shard.half(self.rank))]
+            self._say(m.Refused(kind, "; ".join([str(error), *halves])))
             self._over = True
 
     def _say(self, message: m.ToWorker, body: torch.Tensor | None = None) -> None:

@@ -77,6 +77,7 @@ class Shard:
         self.clocks: dict[int, int] = {}  # by rank, of the workers that are here
         self._steps: dict[int, int] = {}  # by rank: the number of its last push
         self.applied = self.dropped = 0  # pushes
+        self.halves = 0  # pushes that ended when some of their chunks had been applied, which stay so
         self._ready = ready
         self._stands = stands
         self._dropped = dropped
@@ -109,6 +110,7 @@ class Shard:
         """
         if self._backups and rank in self.whole_pushes():
             self._gone[rank, self._under[rank].push.life] = self._under[rank]
+        self.halves += self._applied_of(rank) > 0
         self.clocks.pop(rank, None)
         self._steps.pop(rank, None)
         self._under.pop(rank, None)
@@ -218,6 +220,14 @@ class Shard:
     def keeps(self, rank: int, index: int) -> bool:
         """Whether the gradients of a chunk must stay as they are: until it is ready for that worker."""
         return rank in self._under and index in self._under[rank].kept
+
+    def half(self, rank: int) -> str:
+        """In words, which chunks of the push under way have been applied: they have been sent on, and stay so."""
+        if not (count := self._applied_of(rank)):
+            return ""
+        which = "chunk 0" if count == 1 else f"chunks 0 to {count - 1}"
+        names = [self.placement.tensors[self.chunks[i].pieces[j].tensor].name for i, j in ((0, 0), (count - 1, -1))]
+        return f"{which} of {len(self.chunks)} of this push, from {names[0]!r} to {names[1]!r}, had been applied"
 
     def close(self, contributors: Sequence[tuple[int, int]]) -> None:
         """End a round with backups with the pushes of these ranks and lives, whole here; the others' are dropped."""
@@ -341,6 +351,13 @@ class Shard:
                 index, gradient, missing, worker=worker, age=under.age, version=self.version, groups=push.groups
             )
         self.stock.apply(index, gradient, missing, push.groups)
+
+    def _applied_of(self, rank: int) -> int:
+        """Chunks of the push under way that have been applied: the first ones, as all come in order."""
+        under = self._under.get(rank)
+        if under is None or under.reason or not under.push.weight:
+            return 0
+        return len(self._summed) if self.sync else under.parts
 
     def _end(self, rank: int, under: Under) -> None:
         """A push is whole."""

@@ -64,7 +64,7 @@ class Stock:
         """What a chunk holds, in words."""
         pieces = self.chunks[index].pieces
         names = [self.placement.tensors[p.tensor].name for p in pieces]
-        return f"parameter {names[0]!r}" if len(names) == 1 else f"parameters {names[0]!r} to {names[-1]!r}"
+        return f"parameter {names[0]!r}" if names[0] == names[-1] else f"parameters {names[0]!r} to {names[-1]!r}"
 
     # ---- for checkpoints
 
