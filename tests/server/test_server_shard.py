@@ -174,7 +174,10 @@ def test_a_resting_worker_is_not_waited_for() -> None:
     table = Table("sync(backups=1)", 3)
     table.whole(2)
     assert table.due[2]
-    table.shard.rest(0)  # of the two that are left, one is a backup
+    table.shard.rest(0)  # it is the backup: the two that are left are both needed
+    table._collect()
+    assert table.due[2]
+    table.shard.rest(1)
     table._collect()
     assert not table.due[2]
     assert table.closed == [frozenset({2})]
@@ -295,3 +298,18 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
+
+
+def test_who_begins_an_epoch_does_not_close_a_round_alone() -> None:
+    """All rest at the end of an epoch, and pull before the next."""
+    table = Table("sync(backups=1)", 3)
+    for rank in range(3):
+        table.shard.rest(rank)
+    for rank in range(3):
+        table.shard.pulls(rank)
+    for _ in range(table.chunks + 1):
+        table.event(0)
+    assert table.closed == []
+    for _ in range(table.chunks + 1):
+        table.event(2)
+    assert table.closed == [frozenset({0, 2})]

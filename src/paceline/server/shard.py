@@ -268,7 +268,11 @@ class Shard:
         return self._corrected.pull(index, self._workers(rank) if asks is None else [_worker(rank, asks)])
 
     def pulls(self, rank: int) -> None:
-        """A worker is about to get all weights as they are now, and not for a push of one of its threads."""
+        """A worker is about to get all weights as they are now, and not for a push of one of its threads.
+
+        It is about to train, if it has rested: nobody is to go ahead of it from here.
+        """
+        self._wake(rank)
         self._asks.pop(rank, None)
         if rank not in self._under:
             self._seen[rank] = self.version

@@ -169,6 +169,9 @@ class Served:
                     each.table.turn(self.gate.words)
                     each.table.pull()  # when it is back, the servers have turned
         world.group.barrier()
+        for each in self._all():
+            each.pull()  # corrections rest in sync, and begin anew behind it: so do the weights that they send
+        world.group.barrier()
 
     @property
     def forgives(self) -> bool:
