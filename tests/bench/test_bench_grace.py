@@ -19,6 +19,7 @@ from paceline.strategies import AllReduce, World
 from paceline.strategies.reducers.frame import is_coarse
 from paceline.testing.together import together
 from paceline.transport.group import Group
+from paceline.transport.lane import HEAD_BYTES
 
 CPU = torch.device("cpu")
 SIZES = [5000, 16, 10, 640, 2304]
@@ -66,7 +67,7 @@ class Parameters(nn.Module):
 
 @pytest.mark.parametrize("words", ["cast(bf16)", "sign", "topk(0.01, values=int8)", "threshold(density=0.01)"])
 def test_messages_are_as_long_as_those_of_all_reduce(words: str) -> None:
-    """But for the control block, and for parameters that begin at multiples of 16 elements."""
+    """But for heads, lengths, the control block, and parameters that begin at multiples of 16 elements."""
 
     def body(group: Group) -> int:
         parameters, strategy = Parameters(), AllReduce(codec=words)
@@ -84,7 +85,9 @@ def test_messages_are_as_long_as_those_of_all_reduce(words: str) -> None:
         rows.append(torch.cat([torch.randn(shape, generator=generator).view(-1) for shape in model.SHAPES.values()]))
     form.step(torch.stack(rows) / 2, torch.tensor(1.0), torch.tensor(1))
     padding, control = sum(-n % 16 for n in model.SIZES), 4 * (4 + len(model.SIZES))
-    for ours, theirs in zip(sent, form.lengths.tolist()):
+    codec = make_codec(words)
+    heads = HEAD_BYTES * (2 if codec.adds_as or codec.varies else 1) + (8 if codec.varies else 0)
+    for ours, theirs in zip([nbytes - heads for nbytes in sent], form.lengths.tolist()):
         if coarse:  # a byte for each, and their scales
             assert 0 <= ours - theirs - control <= padding + 4 * (padding // 256 + 2)
         else:
