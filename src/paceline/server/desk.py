@@ -304,6 +304,9 @@ def read_note(directory: Path) -> Note | None:
 def _write(path: Path, note: Note) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(note))
-    part.replace(path)
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(note))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
