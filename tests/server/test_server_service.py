@@ -446,6 +446,55 @@ def test_a_worker_that_takes_no_weights_does_not_hold_up_the_others() -> None:
         raw.channel.close()
 
 
+def test_to_other_hosts_weights_go_out_while_chunks_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that takes no weights is read from no further than a few chunks, and gets all of them in the end."""
+    monkeypatch.setattr(Channel, "encrypted", property(lambda channel: True))
+    many = Tensor("p0", (40, 1 << 18), "float32", 0)
+    with place(0, 1) as here:
+        raw = Raw(here.services[0])
+        raw.say(msgspec.structs.replace(OPEN, tensors=(many,)))
+        assert isinstance(raw.answer(), m.Opened)
+        chunks = here.services[0].tables[0].chunks
+        session = here.services[0].session(9)
+        assert session is not None
+        most, sent = 0, threading.Event()
+
+        def push() -> None:
+            raw.say(PUSH)
+            for index, chunk in enumerate(chunks):
+                raw.say(m.Part(chunk=index, nbytes=chunk.nbytes), bytes(chunk.nbytes))
+            sent.set()
+
+        threading.Thread(target=push, daemon=True).start()
+        for _ in range(50):
+            time.sleep(0.01)
+            most = max(most, len(session._out))
+        assert len(chunks) > 8
+        assert not sent.is_set()  # held back
+        assert 0 < most <= 5
+        for index in range(len(chunks)):
+            answer = raw.answer()
+            assert isinstance(answer, m.Weights)
+            assert answer.chunk == index
+            raw.channel.recv_raw_into(memoryview(bytearray(answer.nbytes)), 5.0)
+        assert sent.wait(5)
+
+
+@pytest.mark.parametrize("gate", ["sync", "async"])
+def test_weights_are_the_same_by_either_thread(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "place", functools.partial(place_tensors, chunk_bytes=64 << 10))
+    monkeypatch.setattr("paceline.server.client.place", functools.partial(place_tensors, chunk_bytes=64 << 10))
+    found = []
+    for encrypted in False, True:
+        monkeypatch.setattr(Channel, "encrypted", property(lambda channel, encrypted=encrypted: encrypted))
+        with place(1, 2) as here:
+            table = opened(here.clients[0], gate)
+            table.store()
+            _steps(table, 6)
+            found.append(torch.cat([p.flatten() for p in parameters(table)]))
+    assert torch.equal(*found)
+
+
 def _steps(table: Table, count: int) -> int:
     for _ in range(count):
         table.push([torch.ones(shape) * 0.01 for shape in SHAPES], [SGD])
