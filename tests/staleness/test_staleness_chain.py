@@ -15,8 +15,8 @@ def made(words: str) -> Correction:
     return correction
 
 
-def push(worker: int, age: int = 0, version: int = 0) -> Push:
-    return Push(worker=worker, age=age, lr=0.1, version=version)
+def push(worker: int, age: int = 0) -> Push:
+    return Push(worker=worker, age=age, lr=0.1)
 
 
 def test_compensation_before_dana_continues_from_what_was_sent() -> None:

@@ -51,7 +51,7 @@ class Shard:
     def push(self, worker: int, lr: float = 0.1) -> None:
         generator = torch.Generator().manual_seed(self.version)
         grad = torch.randn(7, generator=generator).to(self.weights.dtype)
-        push = Push(worker=worker, age=WORKERS - 1, lr=lr, version=self.version)
+        push = Push(worker=worker, age=WORKERS - 1, lr=lr)
         applied = self.correction.on_push("w", grad, self.weights, push)
         self.seen.append(applied.clone())
         self.weights.sub_(applied, alpha=lr)
@@ -124,7 +124,7 @@ def test_the_gradient_is_worked_on_in_place_and_not_kept(words: str, worker: int
     shard = Shard(made(words))
     shard.go(2)
     grad = torch.ones(7)
-    applied = shard.correction.on_push("w", grad, shard.weights, Push(worker=worker, age=2, lr=0.1, version=9))
+    applied = shard.correction.on_push("w", grad, shard.weights, Push(worker=worker, age=2, lr=0.1))
     assert applied is grad
     state = [t.clone() for t in tensors(shard.correction.state_dict())]
     grad.fill_(float("nan"))
@@ -160,7 +160,7 @@ def test_a_worker_that_comes_back_has_read_nothing(words: str) -> None:
     shard = Shard(made(words))
     shard.go(2)
     shard.push(2)  # so that worker 1's weights are old
-    held, grad, push = made(words), torch.ones(7), Push(worker=1, age=2, lr=0.1, version=9)
+    held, grad, push = made(words), torch.ones(7), Push(worker=1, age=2, lr=0.1)
     held.load_state_dict(shard.correction.state_dict())
     assert not held.on_push("w", grad.clone(), shard.weights, push).equal(grad)
     shard.correction.forget(1)
@@ -192,7 +192,7 @@ def test_the_state_of_another_is_refused(words: str) -> None:
 
 @pytest.mark.parametrize("words", WORDS)
 def test_drop_alone_refuses_pushes(words: str) -> None:
-    ages = [made(words).accepts(Push(worker=0, age=age, lr=0.1, version=age)) for age in range(6)]
+    ages = [made(words).accepts(Push(worker=0, age=age, lr=0.1)) for age in range(6)]
     assert ages == [age < 3 or "drop" not in words for age in range(6)]
 
 
@@ -287,7 +287,7 @@ def groups(optimizer: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_rate_that_turns_weights_around_is_refused() -> None:
-    push = Push(worker=0, age=0, lr=2.0, version=1)
+    push = Push(worker=0, age=0, lr=2.0)
     with pytest.raises(ConfigError, match=r"decay\(rate=0.5\): at a learning rate of 2.0"):
         Decay(0.5).accepts(push)  # before anything is applied
     with pytest.raises(ConfigError, match=r"decay\(rate=0.5\): at a learning rate of 2.0"):
@@ -298,11 +298,11 @@ def test_decay_with_one_worker_is_weight_decay_of_sgd() -> None:
     decay, weights = Decay(0.3), torch.linspace(-1, 1, 9, dtype=torch.float64)
     parameter = weights.clone().requires_grad_()
     optimizer = torch.optim.SGD([parameter], lr=0.1, weight_decay=0.3)
-    for version in range(20):
+    for _ in range(20):
         parameter.grad = parameter.detach().sin()
         optimizer.step()
         grad = weights.sin()
-        weights.sub_(decay.on_push("w", grad, weights, Push(worker=0, age=0, lr=0.1, version=version)), alpha=0.1)
+        weights.sub_(decay.on_push("w", grad, weights, Push(worker=0, age=0, lr=0.1)), alpha=0.1)
     torch.testing.assert_close(weights, parameter.detach(), rtol=1e-12, atol=1e-12)
 
 

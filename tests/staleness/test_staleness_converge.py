@@ -40,7 +40,7 @@ def distance(
         pull(worker, 0.0)
     while version < 400:
         now, worker = heapq.heappop(due)
-        push = Push(worker=worker, age=version - read[worker][0], lr=lr, version=version)
+        push = Push(worker=worker, age=version - read[worker][0], lr=lr)
         if correction is None or correction.accepts(push):
             grad = gradient(read[worker][1])
             weights.grad = correction.on_push("w", grad, weights, push) if correction else grad

@@ -8,8 +8,8 @@ import torch
 from paceline.staleness import Dana, Push
 
 
-def push(worker: int, version: int = 0) -> Push:
-    return Push(worker=worker, age=0, lr=0.1, version=version)
+def push(worker: int) -> Push:
+    return Push(worker=worker, age=0, lr=0.1)
 
 
 def total(dana: Dana) -> torch.Tensor:
@@ -25,10 +25,10 @@ def test_one_worker_reads_the_parameters_of_nesterov_sgd(momentum: float) -> Non
     dana, w = Dana(momentum), torch.randn(6, dtype=torch.float64)
     parameter = w.clone().requires_grad_()
     optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=momentum, nesterov=True)
-    for version in range(60):
+    for _ in range(60):
         read = dana.on_pull("w", w, 0, 0.01)
         torch.testing.assert_close(read, parameter.detach(), rtol=1e-10, atol=1e-10)
-        w.sub_(dana.on_push("w", matrix.T @ torch.tanh(matrix @ read), w, push(0, version)), alpha=0.01)
+        w.sub_(dana.on_push("w", matrix.T @ torch.tanh(matrix @ read), w, push(0)), alpha=0.01)
         parameter.grad = matrix.T @ torch.tanh(matrix @ parameter.detach())
         optimizer.step()
     assert not torch.allclose(w, parameter.detach(), rtol=1e-3)  # the weights themselves are somewhere else

@@ -66,7 +66,7 @@ def live(correction: Correction, events: Sequence[Event], kind: torch.dtype = to
             seen.append(Seen(event, None, torch.empty(0), before, w.clone(), out.clone()))
             continue
         age = version - read.get(event.worker, 0)
-        push = Push(worker=event.worker, age=age, lr=event.lr, version=version)
+        push = Push(worker=event.worker, age=age, lr=event.lr)
         grad = torch.randn(NUMEL, generator=generator).to(kind)
         out = correction.on_push(event.key, grad.clone(), w, push)
         seen.append(Seen(event, push, grad, before, w.clone(), out.clone()))

@@ -33,7 +33,7 @@ from paceline.codecs.kernels.spread import spread
 from paceline.codecs.records import Records, add_records, check_density, check_values, fused, keep_unsaid, magnitude_of
 from paceline.codecs.topk import top_positions, top_records
 from paceline.core.errors import ConfigError
-from paceline.core.words import is_number
+from paceline.core.words import finite
 
 _CHUNK = 4096
 _STAGE_BYTES = 4
@@ -71,9 +71,9 @@ class DGC:
     ) -> None:
         check_density(density, "dgc")
         check_values(values, "dgc")
-        if not is_number(momentum) or not 0 <= momentum < 1:
+        if not finite(momentum) or not 0 <= momentum < 1:
             raise ConfigError(f"dgc(momentum={momentum!r}): a number from 0 to below 1 is needed, such as 0.9")
-        if not is_number(clip) or not (clip >= 0 and math.isfinite(clip)):
+        if not finite(clip) or clip < 0:
             raise ConfigError(f"dgc(clip={clip!r}): a norm above 0 is needed, or 0 to clip nothing")
         if isinstance(ramp, bool) or not isinstance(ramp, int) or ramp < 0:
             raise ConfigError(f"dgc(ramp={ramp!r}): a number of passes is needed, or 0 for no warm-up")

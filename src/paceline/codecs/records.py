@@ -22,7 +22,7 @@ import torch
 from paceline.codecs.codec import Codec, Context, PayloadError, check_length, largest_magnitude
 from paceline.codecs.kernels.spread import compiled, spread
 from paceline.core.errors import ConfigError, nearest
-from paceline.core.words import is_number
+from paceline.core.words import finite
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +47,7 @@ def check_values(values: str, name: str) -> None:
 
 
 def check_density(density: float, name: str) -> None:
-    if not is_number(density) or not 0 < density <= 1:
+    if not finite(density) or not 0 < density <= 1:
         raise ConfigError(f"{name}(density={density!r}): the share of elements that travels is above 0 and at most 1")
 
 

@@ -14,7 +14,6 @@ the residual settles at 0.7, 0.8, 1.4 and 11 times their size with a clip of 1, 
 from __future__ import annotations
 
 import functools
-import math
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ import torch
 from paceline.codecs.codec import Context, check_decode, check_encode, check_finite, largest_magnitude
 from paceline.codecs.kernels import dense
 from paceline.core.errors import ConfigError
-from paceline.core.words import is_number
+from paceline.core.words import finite
 
 
 class Ternary:
@@ -40,7 +39,7 @@ class Ternary:
     rows = 1
 
     def __init__(self, clip: float = 2.0, block: int = 1024) -> None:
-        if not is_number(clip) or not (clip >= 0 and math.isfinite(clip)):
+        if not finite(clip) or clip < 0:
             raise ConfigError(f"ternary(clip={clip!r}): a number above 0 is needed, such as 2, or 0 to clip nothing")
         self.clip, self.block = float(clip), dense.check_block(block, "ternary")
 

@@ -37,7 +37,7 @@ from paceline.codecs.records import (
     write_counts,
 )
 from paceline.core.errors import ConfigError
-from paceline.core.words import is_number
+from paceline.core.words import finite
 
 DENSE = 2  # the flag of a payload that holds every element
 
@@ -65,7 +65,7 @@ class Threshold:
             raise ConfigError("threshold(value=…, density=…): give one of both, such as threshold(density=0.01)")
         if density is not None:
             check_density(density, "threshold")
-        if value is not None and not (is_number(value) and 2.0**-126 <= value <= 3.4e38):
+        if value is not None and not (finite(value) and 2.0**-126 <= value <= 3.4e38):
             raise ConfigError(f"threshold(value={value!r}): a magnitude above 0, such as 0.01, that a float32 can hold")
         check_values(values, "threshold")
         self.value, self.density, self.values = value, density, values

@@ -127,15 +127,6 @@ def split(text: str, known: Sequence[str], kind: str) -> tuple[str, dict[str, st
     return parts[0].strip(), said
 
 
-def is_number(value: object) -> bool:
-    """Whether it is one; True and False are not.
-
-    >>> is_number(0.5), is_number(True), is_number("0.5")
-    (True, False, False)
-    """
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def whole(value: object) -> bool:
     """Whether a setting is a whole number; True and 2.0 are none."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -33,10 +33,10 @@ class Corrected:
         self._correction = correction
         self._spans = [[_span(stock, i, j) for j in range(len(chunk.pieces))] for i, chunk in enumerate(stock.chunks)]
 
-    def accepts(self, worker: int, age: int, version: int, groups: Sequence[Options]) -> bool:
+    def accepts(self, worker: int, age: int, groups: Sequence[Options]) -> bool:
         """Whether a push is applied at all."""
         lr = max(map(_rate, groups), default=0.0)
-        return self._correction.accepts(Push(worker=worker, age=age, lr=lr, version=version))
+        return self._correction.accepts(Push(worker=worker, age=age, lr=lr))
 
     def push(
         self,
@@ -46,11 +46,10 @@ class Corrected:
         *,
         worker: int,
         age: int,
-        version: int,
         groups: Sequence[Options],
     ) -> None:
         """Correct the gradients of a chunk, in place."""
-        pushes = [Push(worker=worker, age=age, lr=_rate(options), version=version) for options in groups]
+        pushes = [Push(worker=worker, age=age, lr=_rate(options)) for options in groups]
         for i, span in enumerate(self._spans[index]):
             if i not in missing:
                 self._correction.on_push(span.key, gradient[span.where], span.weights, pushes[span.group])

@@ -130,7 +130,6 @@ class Weights(msgspec.Struct, frozen=True, tag="weights", kw_only=True):
     nbytes: int
     version: int  # that the worker is to name when it pushes what it computes with these
     wishes: int  # how often anybody has wished for a pause
-    place: int = 0  # in the server's shared memory
     round: int = 0  # with backups: the one under way
     age: int = 0  # of the push that is answered
 

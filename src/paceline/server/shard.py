@@ -339,7 +339,7 @@ class Shard:
             ago = self.round - push.round if self._backups else age
             return f"its round was closed {ago} rounds ago" if ago else ""
         worker = _worker(rank, push.thread)
-        if self._corrected and not self._corrected.accepts(worker, age, self.version, push.groups):
+        if self._corrected and not self._corrected.accepts(worker, age, push.groups):
             return f"it is {age} versions old"
         return ""
 
@@ -351,9 +351,7 @@ class Shard:
             gradient = torch.mul(gradient, push.weight, out=self.stock.scratch(index))
         if self._corrected:
             worker = _worker(rank, push.thread)
-            self._corrected.push(
-                index, gradient, missing, worker=worker, age=under.age, version=self.version, groups=push.groups
-            )
+            self._corrected.push(index, gradient, missing, worker=worker, age=under.age, groups=push.groups)
         self.stock.apply(index, gradient, missing, push.groups)
 
     def _applied_of(self, rank: int) -> int:

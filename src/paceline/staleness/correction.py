@@ -29,7 +29,6 @@ class Push:
     worker: int  # its rank, or where it has threads, a number for each
     age: int  # versions of the shard between what the worker read and now
     lr: float  # that came with it, of the piece's parameter group; where no piece is meant, the largest
-    version: int  # of the shard, as the push is applied
 
 
 class Stage(enum.IntEnum):

@@ -25,7 +25,7 @@ class Drop:
     Args:
         age: R in the paper, 1 or more. With 1 only gradients of the present weights count.
 
-    >>> [Drop(2).accepts(Push(worker=0, age=age, lr=0.1, version=9)) for age in range(4)]
+    >>> [Drop(2).accepts(Push(worker=0, age=age, lr=0.1)) for age in range(4)]
     [True, True, False, False]
     """
 

@@ -23,7 +23,7 @@ class ByAge:
     Args:
         power: a; below 1 old gradients count for more, at 1 the learning rate is divided by the age.
 
-    >>> push = Push(worker=0, age=4, lr=0.1, version=9)
+    >>> push = Push(worker=0, age=4, lr=0.1)
     >>> ByAge(0.5).on_push("w", torch.tensor([3.0]), torch.zeros(1), push)
     tensor([1.5000])
     """

@@ -25,7 +25,7 @@ from torch.autograd.graph import _engine_run_backward
 from paceline.checkpoint.part import pack, unpack
 from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
-from paceline.core.words import is_number, split
+from paceline.core.words import finite, split
 from paceline.strategies.engine import Engine
 from paceline.strategies.reducers import Auto, Coder, LowRank, Method, load
 from paceline.strategies.reducers.coder import SMALL
@@ -61,7 +61,7 @@ class AllReduce:
         feedback: bool | None = None,
         warmup: int = 0,
     ) -> None:
-        if not is_number(bucket_mb) or not bucket_mb > 0:
+        if not finite(bucket_mb) or not bucket_mb > 0:
             raise ConfigError(f"allreduce(bucket_mb={bucket_mb!r}): must be more than 0, such as 4")
         self.method = Method()
         self._feedback, self._warmup = _check_feedback(feedback), _check_warmup(warmup)
