@@ -27,7 +27,6 @@ from paceline.server.taking import Taker
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
-from paceline.train.collectives import Collectives
 from paceline.train.ending import Ending
 from paceline.train.groups import SavedOptimizer
 from paceline.train.meter import Meter
@@ -43,7 +42,7 @@ from paceline.transport.wires import Wires
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-class Run(Collectives):
+class Run:
     """One member of a run."""
 
     def __init__(
@@ -310,6 +309,35 @@ class Run(Collectives):
         mean = metrics.weighted_means(self.group, {name: (float(value) * weight, float(weight))})[name]
         self._tell_metric(name, mean)
         return mean
+
+    # ---- the user's own collectives; sub-groups are made with run.group.subgroup(ranks)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return self.group.all_reduce(tensor, op)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self.group.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.group.reduce_scatter(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        return self.group.broadcast(tensor, root)
+
+    def gather(self, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
+        return self.group.gather(tensor, root)
+
+    def scatter(self, tensors: Sequence[torch.Tensor] | None, root: int = 0) -> torch.Tensor:
+        return self.group.scatter(tensors, root)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self.group.send(tensor, to)
+
+    def recv(self, source: int) -> torch.Tensor:
+        return self.group.recv(source)
+
+    def barrier(self) -> None:
+        self.group.barrier()
 
     def close(self) -> None:
         """End the run on this member: the last checkpoint, the summary and the report. Called at exit by itself."""
