@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline import optim
     from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
-    from paceline.server.outside import connect
+    from paceline.server.outside.outsider import connect
     from paceline.strategies import AllReduce, Async, Bounded, Sync
     from paceline.train.join import join
     from paceline.train.run import Run
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    "connect": "paceline.server.outside",
+    "connect": "paceline.server.outside.outsider",
     "join": "paceline.train.join",
     "Run": "paceline.train.run",
     "AllReduce": "paceline.strategies",

@@ -15,7 +15,7 @@ import torch
 
 import paceline
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.server.outside import Outsider
+from paceline.server.outside.outsider import Outsider
 
 SCRIPT = """
 import os, signal, sys, time, torch, paceline

@@ -22,19 +22,19 @@ from paceline.core.status import Status
 from paceline.core.view import View
 from paceline.data import Loader
 from paceline.data.uploads import Uploads
-from paceline.server import copies as copies_module
-from paceline.server import desk as desk_module
 from paceline.server import messages as m
-from paceline.server import outside as outside_module
-from paceline.server import visits as v
 from paceline.server.client import Client, Table
 from paceline.server.connection import pair
-from paceline.server.desk import Desk
-from paceline.server.outside import Outsider
+from paceline.server.outside import copies as copies_module
+from paceline.server.outside import desk as desk_module
+from paceline.server.outside import outsider as outside_module
+from paceline.server.outside import visits as v
+from paceline.server.outside.desk import Desk
+from paceline.server.outside.outsider import Outsider
+from paceline.server.outside.samples import pack
+from paceline.server.outside.taking import Taker
 from paceline.server.placement import Tensor
-from paceline.server.samples import pack
 from paceline.server.service import Service
-from paceline.server.taking import Taker
 from paceline.transport.mesh import visit
 from paceline.transport.wires import Wires
 

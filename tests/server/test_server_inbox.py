@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.server.inbox import Inbox, Tray
-from paceline.server.samples import check, pack, unpack
-from paceline.server.visits import Soon, Take
+from paceline.server.outside.inbox import Inbox, Tray
+from paceline.server.outside.samples import check, pack, unpack
+from paceline.server.outside.visits import Soon, Take
 
 SAMPLES = [
     torch.randn(2, 3),

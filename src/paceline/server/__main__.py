@@ -13,7 +13,7 @@ from paceline.environment import detect
 from paceline.membership import meet
 from paceline.server.connection import connect
 from paceline.server.dealing import Dealing
-from paceline.server.desk import Desk
+from paceline.server.outside.desk import Desk
 from paceline.server.rounds import agree
 from paceline.server.service import Service
 from paceline.transport.hub import Hub

@@ -23,7 +23,7 @@ from paceline.core.view import Member
 from paceline.environment import Place, detect
 from paceline.membership import meet
 from paceline.server.dealing import Dealer
-from paceline.server.desk import Desk
+from paceline.server.outside.desk import Desk
 from paceline.strategies import Strategy, choose, make_strategy, words_of
 from paceline.strategies.server import Served
 from paceline.train.ending import Ending

@@ -23,7 +23,7 @@ from paceline.data import Loader
 from paceline.data.sampler import Deal
 from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
-from paceline.server.taking import Taker
+from paceline.server.outside.taking import Taker
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
 from paceline.train import metrics

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 
 from paceline.core.errors import Interrupted
-from paceline.server import visits as v
 from paceline.server.connection import bytes_of
+from paceline.server.outside import visits as v
 from paceline.transport.channel import Channel
 from paceline.transport.mesh import visit
 

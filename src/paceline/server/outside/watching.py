@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core import status
-from paceline.server.visits import Doing, Progress
+from paceline.server.outside.visits import Doing, Progress
 
 _TAIL_BYTES = 1 << 18  # of the events, at most, that one look reads
 _HEAD_BYTES = 1 << 14  # in which the start is told

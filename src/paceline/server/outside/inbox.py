@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from paceline.core.errors import ConfigError
-from paceline.server.samples import check
-from paceline.server.visits import Given, Soon, Take, Taken
+from paceline.server.outside.samples import check
+from paceline.server.outside.visits import Given, Soon, Take, Taken
 
 MAX_BYTES = 256 << 20
 MAX_SAMPLES = 1 << 16

@@ -22,12 +22,12 @@ from pathlib import Path
 import msgspec
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
-from paceline.server import visits as v
 from paceline.server.connection import bytes_of
-from paceline.server.copies import Copies, Copy
-from paceline.server.inbox import Tray
+from paceline.server.outside import visits as v
+from paceline.server.outside.copies import Copies, Copy
+from paceline.server.outside.inbox import Tray
+from paceline.server.outside.watching import Watching
 from paceline.server.service import Service
-from paceline.server.watching import Watching
 from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
 

@@ -25,13 +25,13 @@ import torch
 
 from paceline.core import status
 from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut, nearest
-from paceline.server import visits as v
-from paceline.server.desk import read_note
-from paceline.server.line import Line, expect
+from paceline.server.outside import visits as v
+from paceline.server.outside.desk import read_note
+from paceline.server.outside.line import Line, expect
+from paceline.server.outside.samples import pack
+from paceline.server.outside.visits import Progress
 from paceline.server.placement import Placement, place
-from paceline.server.samples import pack
 from paceline.server.stock import offsets
-from paceline.server.visits import Progress
 
 _PAUSE_S = 0.05
 _PATIENCE_S = 3.0  # after which one who uploads is told that nobody has asked for samples

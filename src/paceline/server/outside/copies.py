@@ -15,8 +15,8 @@ import weakref
 import torch
 
 from paceline.core.errors import TimedOut
+from paceline.server.outside.visits import Part, Standing
 from paceline.server.service import Service
-from paceline.server.visits import Part, Standing
 
 _AT_ONCE = 2  # copies that readers may hold
 _PAUSE = 10.0  # times as long as a copy took, before the next

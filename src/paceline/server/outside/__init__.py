@@ -1,0 +1,8 @@
+"""Those outside a run: they read its weights, watch it and leave samples for it.
+
+outsider   what `paceline.connect` gives, with a `line` to each desk
+desk       the run's side: one at every server; what both sides say is in `visits`
+copies     weights of one version, for readers
+watching   how the run stands
+inbox      samples that were left; `taking`: how members get them; `samples`: as bytes
+"""
