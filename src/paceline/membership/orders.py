@@ -1,0 +1,216 @@
+"""What a scheduler, the agents of its hosts and the members of an elastic run say to each other.
+
+    member     → scheduler   Arrive, then Ready, Broken, Formed, Leave
+    scheduler  → member      Standing or Refused, then NewView, Drain
+    agent      → scheduler   Host, then Beat, Started, Ended, DrainHost
+    scheduler  → agent       Start, Stop, Over
+    tool       → scheduler   Look or Scale, which Picture, Done or Refused answers
+
+Every order carries the scheduler's term, which rises each time that a scheduler starts: what an older one says, or
+what is said of an older view, counts no more. Bytes that do not decode to exactly these are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from paceline.core.errors import ConfigError
+from paceline.core.settings import Settings
+from paceline.core.view import Member, View
+from paceline.membership.messages import Refused
+
+PROTOCOL = 1  # raised with every change that an older one would not understand
+
+
+class Arrive(msgspec.Struct, frozen=True, tag="arrive", kw_only=True):
+    """A member's first word on a line, also on one that it opens again."""
+
+    protocol: int = PROTOCOL
+    id: int
+    member: Member
+    view: int = 0  # the number of the view it holds
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """I stand where I can be taken into a view: before a first batch (0), or left out of a later one."""
+
+    view: int = 0
+
+
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """The group of a view broke here."""
+
+    view: int
+    blamed: int = -1  # id of the member that seems to be the cause
+    reason: str = ""
+
+
+class Formed(msgspec.Struct, frozen=True, tag="formed"):
+    """All members of a view have met, and go on from a step."""
+
+    view: int
+    step: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Do not wait for me."""
+
+    reason: str  # finished, drained, failed
+
+
+class Standing(msgspec.Struct, frozen=True, tag="standing", kw_only=True):
+    """You are counted in. `view`: the present one, where training is under way."""
+
+    term: int
+    settings: Settings
+    least: int  # with fewer members nobody takes a step
+    view: View | None = None
+
+
+class NewView(msgspec.Struct, frozen=True, tag="view", kw_only=True):
+    """These are the members now; `planned`: from the end of a step on that they agree on."""
+
+    term: int
+    view: View
+    planned: bool
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish the step under way, then leave."""
+
+    term: int
+
+
+class Host(msgspec.Struct, frozen=True, tag="host", kw_only=True):
+    """An agent's first word on a line."""
+
+    protocol: int = PROTOCOL
+    name: str
+    slots: int
+    running: tuple[int, ...] = ()  # ids
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """This host lives; the processes of these ids are stopped."""
+
+    paused: tuple[int, ...] = ()
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A member's process runs."""
+
+    id: int
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A member's process has ended; a negative code is the signal that killed it."""
+
+    id: int
+    code: int
+
+
+class DrainHost(msgspec.Struct, frozen=True, tag="drain_host"):
+    """This host must go: let its members leave first."""
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Start this member."""
+
+    term: int
+    id: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End this member's process."""
+
+    term: int
+    id: int
+
+
+class Over(msgspec.Struct, frozen=True, tag="over"):
+    """Nothing more will be started; without a reason, because the run has finished."""
+
+    term: int
+    reason: str = ""
+
+
+class Look(msgspec.Struct, frozen=True, tag="look", kw_only=True):
+    """Show me the run."""
+
+    protocol: int = PROTOCOL
+
+
+class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
+    """Let there be so many members."""
+
+    protocol: int = PROTOCOL
+    size: int
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """A member as the scheduler sees it."""
+
+    id: int
+    host: str
+    pid: int
+    state: str  # starting, arrived, ready, in, draining, lost, finished
+    since: float  # time.time()
+    replaced: int = 0  # times that it was started again
+    why: str = ""  # how it was lost last
+
+
+class Picture(msgspec.Struct, frozen=True, tag="picture", kw_only=True):
+    """The run as the scheduler sees it."""
+
+    term: int
+    view: View | None
+    least: int
+    target: int
+    most: int
+    members: tuple[Seen, ...]
+    quarantined: tuple[str, ...] = ()  # hosts
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """What will be done about a wish."""
+
+    text: str
+
+
+FromMember = Arrive | Ready | Broken | Formed | Leave
+FromAgent = Host | Beat | Started | Ended | DrainHost
+FromTool = Look | Scale
+ToScheduler = FromMember | FromAgent | FromTool
+ToMember = Standing | NewView | Drain | Refused
+ToAgent = Start | Stop | Over | Refused
+ToTool = Picture | Done | Refused
+Message = ToScheduler | ToMember | ToAgent | ToTool
+
+_M = TypeVar("_M")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: Message) -> bytes:
+    return _encode(message)
+
+
+def decode(data: bytes | bytearray, kind: type[_M]) -> _M:
+    """The message in `data`, which must be one of a union of the above.
+
+    >>> decode(encode(Ended(2, -9)), ToScheduler)
+    Ended(id=2, code=-9)
+    """
+    try:
+        message = msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"malformed message ({error}): install the same version of paceline everywhere") from None
+    protocol = getattr(message, "protocol", PROTOCOL)
+    if protocol != PROTOCOL:
+        raise ConfigError(
+            f"this message speaks protocol {protocol}, the scheduler {PROTOCOL}: install the same version of paceline "
+            "everywhere"
+        )
+    return message
