@@ -4,7 +4,7 @@ A codec of `paceline.codecs` takes one piece of one member after another, and so
 here take all pieces of all rows in the same few operations and give what a reader of the payloads would decode, bit for
 bit, without the payloads; how long those would be is counted. `check` compares them with the codec itself.
 
-    Pieces    which elements of a row are encoded, parameter by parameter, and which travel as they are
+    Blocks    the pieces cut in blocks
     Form      rows of gradients → rows of what is decoded; keeps the residuals
 """
 
@@ -17,45 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench._grace_pieces import HEAD_BYTES, LENGTH_BYTES, Pieces
 from paceline.codecs import DGC, Cast, Codec, Context, Quantize, Sign, Ternary, Threshold, TopK
 from paceline.codecs.kernels import dense
 from paceline.codecs.records import BLOCK, HEADER_BYTES, SCALE_BYTES, VALUES, share
 
-HEAD_BYTES, LENGTH_BYTES = 8, 4  # of a message, and of each of its pieces
 _MAGNITUDE = 0x7FFFFFFF
 _TINY = 64  # elements: blocks that are not longer stand in a matrix of their own
-
-
-def padded(nbytes: int) -> int:
-    return -(-nbytes // 4) * 4
-
-
-class Pieces:
-    """Parameters of at least `small` elements are pieces that are encoded; the others travel as they are.
-
-    With a codec for `rest`, these others are one more piece, one after another, which that codec encodes.
-    """
-
-    def __init__(self, sizes: Sequence[int], small: int, rest: Codec | None = None) -> None:
-        ends = np.cumsum(sizes)
-        self.numel = int(ends[-1])
-        self.at = [slice(int(end) - n, int(end)) for n, end in zip(sizes, ends) if n >= small]
-        self.sizes = [n for n in sizes if n >= small]
-        self.rest, num_rest = rest, self.numel - sum(self.sizes)
-        self.plain_bytes = 4 * num_rest if rest is None else LENGTH_BYTES + padded(rest.nbytes(num_rest))
-        self.places = [i for n, end in zip(sizes, ends) if n < small for i in range(int(end) - n, int(end))]
-
-    def message(self, payloads: Sequence[int]) -> int:
-        """The bytes of a message with payloads of these lengths."""
-        pieces = sum(LENGTH_BYTES + padded(n) for n in payloads)
-        return padded(HEAD_BYTES + pieces + self.plain_bytes)
-
-    def of_elements(self, device: torch.device) -> Tensor:
-        """The piece of each element; as many as there are pieces, where it travels as it is."""
-        of = torch.full((self.numel,), len(self.at))
-        for i, at in enumerate(self.at):
-            of[at] = i
-        return of.to(device)
 
 
 class Blocks:
@@ -122,7 +90,7 @@ class Form:
         self.rest: Form | None = None
         if pieces.rest:
             assert not pieces.rest.varies
-            self.rest = Form(pieces.rest, Pieces([len(pieces.places)], 1), rows, device)
+            self.rest = Form(pieces.rest, Pieces(pieces.rest_sizes, 1), rows, device)
             self.places = torch.tensor(pieces.places, device=device)
         self.seeds = torch.arange(rows * max(1, len(pieces.at)), device=device).view(rows, -1) * 7919 + 17
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)  # of the last messages
@@ -142,12 +110,13 @@ class Form:
         """What is decoded of every row's message.
 
         Args:
-            ratio: the learning rate of the last pass over that of this one, by which residuals are scaled.
+            ratio: the learning rate of the last pass over that of this one, by which residuals are scaled; not those
+                of small parameters, for which the optimizer has momentum.
             count: of passes, from 1 on.
         """
         said = self._step(gradients, ratio, count)
         if self.rest:
-            rest = self.rest.step(gradients.index_select(1, self.places), ratio, count)
+            rest = self.rest.step(gradients.index_select(1, self.places), torch.ones_like(ratio), count)
             said = said.index_copy(1, self.places, rest)
         return said
 
@@ -157,7 +126,6 @@ class Form:
         self.residual.mul_(ratio)
         fresh = gradients
         if isinstance(self.codec, DGC):
-            self.momentum.mul_(ratio)
             u = self.momentum * float(np.float32(self.codec.momentum)) + gradients
             fresh = torch.where(self.coded, u, gradients)
         p = self.residual + fresh if isinstance(self.codec, DGC) else gradients + self.residual
@@ -347,15 +315,16 @@ def _sums(terms: Tensor) -> Tensor:
     return terms[..., 0]
 
 
-def check(form: Form, row: int, gradients: Tensor, ratio: float, count: int, size: int) -> str:
-    """Take a step, and compare one row of it with the codecs themselves on the CPU; "" where bits and lengths agree."""
-    before = [s[row].cpu().clone() * ratio for s in form.state]
+def check(form: Form, row: int, gradients: Tensor, ratio: float, count: int, size: int) -> tuple[Tensor, str]:
+    """Take a step: what is decoded, and how one row of it differs from what the codecs themselves make of it on the
+    CPU; "" where bits and lengths agree."""
+    before = [s[row].cpu().clone() * (ratio if i == 0 else 1.0) for i, s in enumerate(form.state)]
     said = form.step(gradients, torch.tensor(ratio, device=form.device), torch.tensor(count, device=form.device))
     differs = _compare(form, row, gradients, before, said, Context(step=count, size=size))
     if form.rest and not differs:
         x, decoded = (rows.index_select(1, form.places) for rows in (gradients, said))
         differs = _compare(form.rest, row, x, before[2:], decoded, Context(step=count, size=size))
-    return differs
+    return said, differs
 
 
 def _compare(form: Form, row: int, gradients: Tensor, before: list[Tensor], said: Tensor, context: Context) -> str:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from bench import _grace_model as model
-from bench._grace_codecs import Form, Pieces, check
+from bench._grace_codecs import Form, check
+from bench._grace_pieces import Pieces, cut_in_parts
 from paceline.codecs import Codec, make_codec
 
 MEMBERS = 8
@@ -46,24 +47,28 @@ class Row:
     small: int = 1024
     warmup: int = 0
     lr: float | None = None
-    scaled: bool = True  # residuals, when the rate changes
     rest: str = ""  # the codec of what is small; "": as it is
+    back: str = ""  # the codec of sums; "": codes go from everyone to everyone
 
     @classmethod
     def of(cls, text: str) -> Row:
         """
         >>> Row.of("sign; small=1")
-        Row(words='sign', small=1, warmup=0, lr=None, scaled=True, rest='')
+        Row(words='sign', small=1, warmup=0, lr=None, rest='', back='')
         """
         words, *rest = (part.strip() for part in text.split(";"))
         named = dict(part.split("=", 1) for part in rest)
+        if unknown := set(named) - {"small", "warmup", "lr", "rest", "back"}:
+            raise SystemExit(f"{text}: {', '.join(sorted(unknown))} is unknown")
+        if "back" in named and ("small" in named or "rest" not in named):
+            raise SystemExit(f"{text}: back= takes a codec for the small ones, rest=, and small= as AllReduce has it")
         return cls(
             words=words,
             small=int(named.get("small", 1024)),
             warmup=int(named.get("warmup", 0)),
             lr=float(named["lr"]) if "lr" in named else None,
-            scaled=named.get("scaled", "1") == "1",
             rest=named.get("rest", ""),
+            back=named.get("back", ""),
         )
 
     @property
@@ -169,6 +174,17 @@ class Course:
         return cls(torch.stack(images).to(device), torch.stack(draws).to(device), shares)
 
 
+def ratios_of(rates: list[float]) -> list[float]:
+    """By which what is unsaid is scaled before each step, where the optimizer has no momentum: as `Coder` does it.
+
+    >>> ratios_of([1.0, 0.5, 0.01, 0.001])
+    [1.0, 2.0, 5.0, 1.0]
+    """
+    largest = itertools.accumulate(rates, max)
+    counted = [max(rate, most / 10) for rate, most in zip(rates, largest)]
+    return [1.0, *(then / now for then, now in itertools.pairwise(counted))]
+
+
 # ---- training
 
 
@@ -186,9 +202,15 @@ class Run:
         inside = float(getattr(codec, "momentum", 0.0))
         rates = [(row.lr or settings.lr) * share for share in course.shares]
         self.rates = torch.tensor(rates, device=device)
-        ratios = [1.0, *(a / b if row.scaled else 1.0 for a, b in itertools.pairwise(rates))]
-        self.ratios = torch.tensor(ratios, device=device)
+        self.ratios = torch.tensor(ratios_of(rates) if inside else [1.0] * len(rates), device=device)
         pieces = Pieces(model.SIZES, row.small, make_codec(row.rest) if row.rest else None)
+        self.back: Form | None = None
+        if codec and row.back:
+            back, rest = make_codec(row.back), make_codec(row.rest)
+            if codec.varies or back.varies or codec.adds_as:
+                raise SystemExit(f"{row.words}; back={row.back}: only for codecs with messages of one length")
+            pieces, homeward, *longest = cut_in_parts(model.SIZES, codec, back, rest, MEMBERS)
+            self.back, self.longest_both = Form(back, homeward, self.num_seeds, device), sum(longest)
         self.form = Form(codec, pieces, self.num_seeds * MEMBERS, device)
         within = self.form.coded * inside  # what momentum a codec has, the optimizer has not
         self.momentum = torch.where(within > 0, 0.0, MOMENTUM)
@@ -219,6 +241,9 @@ class Run:
             mean = mean + said[:, member]
             if self.adds and coded:  # a ring adds in the codes' type
                 mean = torch.where(self.form.coded, mean.to(self.adds).float(), mean)
+        if self.back and coded:  # every part's owner encodes its sum again
+            mean = self.back.step(mean, self.ratios.index_select(0, self.at[None]), self.at + 1)
+            self.total += self.back.lengths.double().mean() / MEMBERS
         self.velocity.mul_(self.momentum).add_(mean).addcmul_(self.weights, self.decay)
         self.weights.sub_(self.velocity * self.rates.index_select(0, self.at[None]))
         self.at += 1
@@ -229,7 +254,11 @@ class Run:
             rows = self.gradients()
             self.at += 1
             ratio = 1.0 if t == 0 else float(self.ratios[t])
-            if differs := check(self.form, t * (len(rows) - 1), rows, ratio, t + 1, MEMBERS):
+            said, differs = check(self.form, t * (len(rows) - 1), rows, ratio, t + 1, MEMBERS)
+            if self.back and not differs:
+                sums = said.view(self.num_seeds, MEMBERS, -1).cumsum(1)[:, -1]
+                _, differs = check(self.back, t * (self.num_seeds - 1), sums, ratio, t + 1, MEMBERS)
+            if differs:
                 return differs
         return ""
 
@@ -253,7 +282,7 @@ class Run:
     def _record(self, coded: bool, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         """One step as a graph. Recording takes two steps in earnest before, which are undone."""
         state = [self.weights, self.velocity, self.at, self.total, self.longest, *self.running]
-        state += self.form.state
+        state += [*self.form.state, *(self.back.state if self.back else [])]
         before = [s.clone() for s in state]
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from bench import _grace_model as model
-from bench._grace_codecs import Form, Pieces, check, keys_of
-from bench._grace_training import Data, prepare
+from bench._grace_codecs import Form, check, keys_of
+from bench._grace_pieces import Pieces, cut_in_parts
+from bench._grace_training import Data, Row, prepare, ratios_of
 from paceline.codecs import make_codec
 from paceline.codecs.kernels.random import keys
 from paceline.strategies import AllReduce, World
@@ -39,13 +40,13 @@ def test_a_form_decodes_what_the_codec_decodes(words: str, rule: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for count, ratio in enumerate((1.0, 0.7, 1.3), start=1):
         rows = torch.randn(3, sum(SIZES), generator=generator) * 1e-3
-        assert check(form, 1, rows, ratio, count, 8) == ""
+        assert check(form, 1, rows, ratio, count, 8)[1] == ""
 
 
 def test_a_form_that_differs_is_told_of() -> None:
     form = Form(make_codec("topk(0.01)"), Pieces(SIZES, 1024), 1, CPU)
     form._said = lambda rows, count: rows
-    assert "decoded to something else" in check(form, 0, torch.randn(1, sum(SIZES)), 1.0, 1, 8)
+    assert "decoded to something else" in check(form, 0, torch.randn(1, sum(SIZES)), 1.0, 1, 8)[1]
 
 
 def test_streams_of_draws_are_named_as_the_codecs_name_them() -> None:
@@ -92,6 +93,49 @@ def test_messages_are_as_long_as_those_of_all_reduce(words: str) -> None:
             assert 0 <= ours - theirs - control <= padding + 4 * (padding // 256 + 2)
         else:
             assert ours == theirs + control + 4 * padding
+
+
+@pytest.mark.parametrize("words", ["dgc(0.01, values=int8)", "topk(0.01, values=int8)"])
+def test_sums_that_are_encoded_again_are_those_of_all_reduce(words: str) -> None:
+    """With rates that change: what waits there and on the way back follows them beside dgc, not beside momentum."""
+    sizes, back, rates = [5 * 4096 + 100, 2304], "topk(0.02, values=int8)", [0.1, 0.4, 0.2, 0.01]
+    inside = words.startswith("dgc")
+
+    def noise(rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(sum(sizes), generator=generator) for _ in rates]
+
+    def body(group: Group) -> list[torch.Tensor]:
+        parameters = nn.ParameterList(torch.zeros(n) for n in sizes)
+        optimizer = torch.optim.SGD(parameters.parameters(), lr=0.1, momentum=0.0 if inside else 0.9)
+        AllReduce(codec=words, back=back).attach(parameters, optimizer, World(group))
+        sums = []
+        for rate, gradient in zip(rates, noise(group.rank)):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            parts = torch.split(gradient, sizes)
+            torch.stack([(p * part).sum() for p, part in zip(parameters, parts)]).sum().backward()
+            sums.append(torch.cat([p.grad for p in parameters if p.grad is not None]))
+        return sums
+
+    real, _ = together(2, body, hosts=["a", "b"])
+    rest = make_codec("quantize(8)")
+    there, home, *longest = cut_in_parts([*sizes, 100], make_codec(words), make_codec(back), rest, 2)
+    forms = Form(make_codec(words), there, 2, CPU), Form(make_codec(back), home, 1, CPU)
+    ratios = ratios_of(rates) if inside else [1.0] * len(rates)
+    for t, ratio in enumerate(ratios):
+        rows = torch.stack([torch.cat([noise(rank)[t], torch.zeros(100)]) for rank in range(2)]) / 2
+        said, differs = check(forms[0], 1, rows, ratio, t + 1, 2)
+        sums, again = check(forms[1], 0, said[:1] + said[1:], ratio, t + 1, 2)
+        assert (differs, again) == ("", "")
+        assert torch.equal(sums[0, : sum(sizes)], real[t])
+    assert sum(longest) * 2 >= int(forms[0].lengths[0]) + int(forms[1].lengths[0])
+
+
+def test_a_row_that_cannot_be_is_told_of() -> None:
+    for text in "sign; bakc=sign", "sign; back=sign", "sign; rest=quantize(8); small=1; back=sign":
+        with pytest.raises(SystemExit, match="sign; "):
+            Row.of(text)
 
 
 def test_copies_have_the_gradients_that_each_has_alone() -> None:

@@ -178,12 +178,13 @@ def test_what_is_unsaid_waits_while_nobody_has_a_gradient(way: dict[str, Any], h
     assert all(torch.equal(first[1], other[1]) for other in others)
 
 
-def test_momentum_that_a_codec_keeps_waits_too() -> None:
+@pytest.mark.parametrize("back", [None, "topk(1.0)"])
+def test_momentum_that_a_codec_keeps_waits_too(back: str | None) -> None:
     """As SGD leaves the momentum of a parameter without a gradient as it is."""
 
     def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         model = Heads()
-        strategy, optimizer = AllReduce(codec="dgc(0.05)"), torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy, optimizer = AllReduce(codec="dgc(0.05)", back=back), torch.optim.SGD(model.parameters(), lr=1.0)
         strategy.attach(model, optimizer, World(group))
         kept = []
         for step in range(4):
@@ -312,6 +313,7 @@ def unsaid(states: list[dict[str, Any]]) -> torch.Tensor:
         *(({"codec": "topk(0.2)"}, after) for after in ("abcd", "aabb", "aaab", "aaaa", "ab", "aabbcc")),
         *(({"codec": "topk(0.2)", "back": "topk(0.2)"}, after) for after in ("aabb", "aaaa", "ab")),
         ({"codec": "dgc(0.05)"}, "abb"),
+        *(({"codec": "dgc(0.05)", "back": "topk(0.2)"}, after) for after in ("abb", "ab")),
     ],
     ids=str,
 )

@@ -42,6 +42,7 @@ WAYS = [
     {"codec": "topk(0.05)", "back": "quantize(8)"},
     {"codec": "quantize(4)", "back": "threshold(density=0.05)"},
     {"codec": "threshold(density=0.05)", "back": "quantize(2)"},
+    {"codec": "dgc(0.05, momentum=0.5, ramp=3)", "back": "topk(0.1)"},
 ]
 
 
@@ -279,7 +280,7 @@ def test_the_words_of_the_command_line() -> None:
     for words in "quantize(8.0)", "topk(0.01, chunk=100.5)", "topk(density=0.1, density=0.2)", "sampled_topk(True)":
         with pytest.raises(ConfigError):
             AllReduce(codec=words)
-    for codec in "none", "auto", "lowrank", "dgc":
+    for codec in "none", "auto", "lowrank":
         with pytest.raises(ConfigError, match="nothing is encoded on the way back"):
             AllReduce(codec=codec, back="sign")
     with pytest.raises(ConfigError, match="did you mean 'high'"):
@@ -465,13 +466,64 @@ def test_parts_cover_the_bucket_and_are_about_equal(size: int, numels: list[int]
         at += numel + 6
     bucket = Bucket.of(torch.float32, at, pieces)
     codec = make_codec("sign")
-    parts = cut(bucket, codec, size)
+    parts = cut(bucket, (codec, codec), size)
     assert [p.start for p in parts] == [0, *(p.stop for p in parts[:-1])]
     assert parts[-1].stop == at
     frames = [Frame(codec, bucket, part) for part in parts]
     assert sum(p.numel for f in frames for p in f.coded) == sum(p.numel for p in bucket.pieces)
     if at > 50_000:
         assert max(f.nbytes for f in frames) < 1.5 * Frame(codec, bucket, slice(0, at)).nbytes / size + 1000
+
+
+@pytest.mark.parametrize("numels", [[5 * 4096], [640, 2304, 3 * 4096 + 100, 10, 9 * 4096]])
+def test_parts_end_where_chunks_do(numels: list[int]) -> None:
+    """So that what a codec chooses in a chunk does not depend on how many members there are."""
+    pieces, at = [], 0
+    for i, numel in enumerate(numels):
+        pieces.append(Piece(str(i), slice(at, at + numel), i))
+        at += numel
+    bucket = Bucket.of(torch.float32, at, pieces)
+    codecs = make_codec("dgc(0.005, values=int8)"), make_codec("topk(0.01, values=int8)")
+    for part in cut(bucket, codecs, 4):
+        for piece in Frame(codecs[0], bucket, part).coded:
+            assert piece.start % 4096 == 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_parts_are_about_equal_beside_many_small_parameters(size: int) -> None:
+    """A norm's weights take a byte each beside a coarse codec, which is many times what a weight of a matrix takes."""
+    pieces, at = [], 0
+    for i in range(60):
+        numel = 9 * 4096 if i % 3 == 0 else 300
+        pieces.append(Piece(str(i), slice(at, at + numel), i))
+        at += numel
+    bucket = Bucket.of(torch.float32, at, pieces)
+    codecs = make_codec("dgc(0.002, values=int8)"), make_codec("topk(0.01, values=int8)")
+    parts = cut(bucket, codecs, size)
+    both = [sum(Frame(codec, bucket, part).nbytes for codec in codecs) for part in parts]
+    assert max(both) < 1.15 * sum(both) / size
+
+
+def test_the_momentum_of_a_part_is_that_of_the_whole() -> None:
+    """Sums that come back as they are: the same gradients as where everyone's codes go to everyone."""
+
+    def body(group: Group) -> list[torch.Tensor]:
+        said = []
+        for back in None, "topk(1.0)":
+            model = nn.Linear(4096, 7, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            AllReduce(codec="dgc(0.02)", back=back).attach(model, optimizer, World(group))
+            for step in range(4):
+                model.zero_grad()
+                noise = torch.randn(7, 4096, generator=torch.Generator().manual_seed(10 * step + group.rank))
+                (model.weight * noise).sum().backward()
+                assert model.weight.grad is not None
+                said.append(model.weight.grad.clone())
+        return said
+
+    for said in together(3, body, hosts=["a", "b", "c"]):
+        assert all(torch.equal(one, two) for one, two in zip(said[:4], said[4:]))
+        assert said[3].count_nonzero() > 0
 
 
 def test_small_parameters_are_right_in_the_mean() -> None:

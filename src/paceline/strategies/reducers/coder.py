@@ -265,7 +265,8 @@ class Coder:
         for key, left in list(self.returns.items()):
             name, _, start = key.rpartition("@")
             if name in pieces and keep.get(key) != left.numel():
-                residual = self.residual(pieces[name])
+                piece, old = pieces[name], self.residuals.get(name)
+                residual = self.residual(piece, max(1, old.numel() // piece.of) if old is not None else 1)
                 del self.returns[key]
                 residual[int(start) : int(start) + left.numel()] += left.to(residual.device)
 
@@ -278,13 +279,19 @@ class Coder:
         """Encode a piece of this member's gradients; `place`: its position, and of how many."""
         feeds = self.takes_feedback(codec, piece)
         residual = self.residual(piece, codec.rows, x.device) if feeds or codec.rows > 1 else None
+        kept = residual
+        if residual is not None and residual.numel() != codec.rows * piece.numel:  # a part, whose rows lie apart
+            kept = residual.view(codec.rows, -1)[:, piece.start : piece.start + piece.numel]
+            residual = kept.reshape(-1)
         # Where nobody has a gradient, what else the codec keeps has to stay as it is too: momentum must not go on.
         before = residual.clone() if residual is not None and codec.rows > 1 and not bool(x.any()) else None
         n = codec.encode_into(x, residual, out, self._context(piece, place, "", agreed))
-        if residual is not None and before is not None:
-            self.later(piece, functools.partial(residual.copy_, before))
-        elif residual is not None and feeds:
-            unsaid = residual[: piece.numel]
+        if residual is not None and kept is not None and kept is not residual:
+            kept.copy_(residual.view_as(kept))
+        if kept is not None and before is not None:
+            self.later(piece, functools.partial(kept.copy_, before.view_as(kept)))
+        elif kept is not None and feeds:
+            unsaid = kept[0] if kept.dim() == 2 else kept[: piece.numel]
             self.later(piece, lambda: codec.decode_add(out[:n], unsaid))
         return n
 

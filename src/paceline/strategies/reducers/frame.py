@@ -49,11 +49,12 @@ class Frame:
             last = max(last, after)
         tail = [slice(end - at.start, at.stop - at.start)] if at.stop > end else []
         numel = sum(s.stop - s.start for s in between)
-        coarse = bool(self.coded) and is_coarse(codec) and numel >= _WORTH
-        self._small = between if coarse else []
+        coarse = is_coarse(codec) and numel >= _WORTH
+        self.small = between if coarse else []
         self._plain = tail if coarse else [*between, *tail]
-        beside = f"small ones beside {self.coded[0].name}@{self.coded[0].start}" if coarse else ""
-        self._rest = [Piece(beside, slice(0, numel), 0)] if coarse else []
+        self._rest = (
+            [Piece(f"small ones of {bucket.every[0].name} at {at.start}", slice(0, numel), 0)] if coarse else []
+        )
         rest = sum(s.stop - s.start for s in self._plain) * bucket.dtype.itemsize
         self._start = _HEAD + 4 * (len(self.coded) + len(self._rest))
         sizes = [codec.nbytes(p.numel) for p in self.coded] + [FOR_SMALL.nbytes(p.numel) for p in self._rest]
@@ -76,7 +77,7 @@ class Frame:
             if says and i < len(self.coded):
                 length = encode(self._codec, piece, values[self._within(piece)].float(), room[at:])
             elif says:
-                small = torch.cat([values[s] for s in self._small]).float()
+                small = torch.cat([values[s] for s in self.small]).float()
                 length = encode(FOR_SMALL, piece, small, room[at:])
             lengths[i] = length
             at += padded(length)
@@ -115,7 +116,7 @@ class Frame:
             if says and small:
                 values = torch.zeros(piece.numel, device=out.device)
                 FOR_SMALL.decode_add(body[at : at + length], values)
-                for s, part in zip(self._small, torch.split(values, [s.stop - s.start for s in self._small])):
+                for s, part in zip(self.small, torch.split(values, [s.stop - s.start for s in self.small])):
                     out[s] += part
             elif says:
                 codec.decode_add(body[at : at + length], out[self._within(piece)])
@@ -129,7 +130,7 @@ class Frame:
 
     def spoil(self, out: torch.Tensor) -> None:
         """Some member could not say its part; the control block still adds up."""
-        for s in [*map(self._within, self.coded), *self._small]:
+        for s in [*map(self._within, self.coded), *self.small]:
             out[s] = torch.nan
 
     def _within(self, piece: Piece) -> slice:

@@ -89,7 +89,7 @@ class Method:
         elif not isinstance(codec, LowRank | Auto):
             chosen = check_codec(codec)
         method = cls(chosen, None if back in (None, "", "none") else make_codec(back))
-        if method.back and (method.codec is None or isinstance(method.codec, LowRank | Auto) or method.codec.rows > 1):
+        if method.back and (method.codec is None or isinstance(method.codec, LowRank | Auto)):
             name = method.codec.words if method.codec else "none"
             raise ConfigError(f"back={method.back.words}: with codec={name} nothing is encoded on the way back")
         if method.back and method.back.rows > 1:

@@ -13,15 +13,17 @@ once, and what that leaves unsaid is kept by the member that summed, for its nex
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
 from paceline.codecs import Codec
 from paceline.strategies.reducers.coder import Bucket, Coder, Watch
-from paceline.strategies.reducers.frame import Frame, gather, swap
+from paceline.strategies.reducers.frame import FOR_SMALL, Frame, gather, is_coarse, swap
 from paceline.transport.arena import Collective
 
 _ALIGN = 4096  # elements: parts begin at chunks of codecs
+_FOR_SMALL = FOR_SMALL.nbytes(1 << 16) / (1 << 16)  # bytes of an element beside a coarse codec
 
 
 class TwoWay:
@@ -30,7 +32,7 @@ class TwoWay:
     def __init__(self, codec: Codec, back: Codec, coder: Coder, bucket: Bucket, place: tuple[int, int]) -> None:
         self._codec, self._back, self._coder, self._bucket = codec, back, coder, bucket
         position, size = self._place = place
-        parts = cut(bucket, codec, size)
+        parts = cut(bucket, (codec, back), size)
         self._there = [Frame(codec, bucket, at) for at in parts]
         self._home = [Frame(back, bucket, at) for at in parts]
         coder.fold(bucket, self._home[position].coded)
@@ -80,23 +82,24 @@ class TwoWay:
         coder.cost.add(encode_s, wire_s, decode_s + watch.lap())
 
 
-def cut(bucket: Bucket, codec: Codec, size: int) -> list[slice]:
-    """Parts that take about equally many bytes, cut at multiples of a chunk."""
-    spans: list[tuple[int, float]] = []  # elements, and the bytes that each becomes
+def cut(bucket: Bucket, codecs: Sequence[Codec], size: int) -> list[slice]:
+    """Parts that take about equally many bytes in all of these codecs, cut where chunks of a piece end."""
+    plain = len(codecs) * float(bucket.dtype.itemsize)
+    small = sum(_FOR_SMALL if is_coarse(codec) else bucket.dtype.itemsize for codec in codecs)
+    spans: list[tuple[int, float, int]] = []  # elements, the bytes that each becomes, and where it may be cut
     at = 0
     for piece in bucket.pieces:
-        spans += [
-            (piece.at.start - at, float(bucket.dtype.itemsize)),
-            (piece.numel, codec.nbytes(piece.numel) / piece.numel),
-        ]
+        each = sum(codec.nbytes(piece.numel) for codec in codecs) / piece.numel
+        spans += [(piece.at.start - at, small, 1), (piece.numel, each, _ALIGN)]
         at = piece.at.stop
-    spans.append((bucket.numel - at, float(bucket.dtype.itemsize)))
-    total = sum(n * each for n, each in spans)
+    end = max(bucket.end, at)
+    spans += [(end - at, small, 1), (bucket.numel - end, plain, 1)]
+    total = sum(n * each for n, each, _ in spans)
     cuts, done, at = [0], 0.0, 0
-    for n, each in spans:
+    for n, each, align in spans:
         while len(cuts) < size and n and done + n * each >= total * len(cuts) / size:
-            want = at + int((total * len(cuts) / size - done) / each)
-            cuts.append(min(max(round(want / _ALIGN) * _ALIGN, cuts[-1]), bucket.numel))
+            want = round((total * len(cuts) / size - done) / each / align) * align
+            cuts.append(max(at + min(want, n), cuts[-1]))
         done += n * each
         at += n
     cuts += [bucket.numel] * (size + 1 - len(cuts))
