@@ -60,9 +60,8 @@ class Books:
         for seat in self.seats.values():
             seat.since = min(seat.since, now)
             watch = self.watch[seat.id]
-            if seat.here:
-                watch.down = now
-            elif seat.state == "starting":
+            watch.down = now  # until it dials again
+            if seat.state == "starting":
                 watch.start_by = now + self.rules.settings.join_limit_s
             elif seat.state == "lost":
                 watch.start_at = now + self.back_off_s(seat)

@@ -24,6 +24,8 @@ class Forming:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._first_at: float | None = None  # when the first of a first view had come
+        self._dark_at: float | None = None  # since when all of the view are lost, and may come back
+        self._back_at: float | None = None  # when the first of them did
 
     def settle(self, now: float) -> None:
         """Make the view that follows from the books, if one does."""
@@ -41,6 +43,9 @@ class Forming:
         """The group of the present view broke, and no loss explains it."""
         books, run = self._books, self._books.run
         base = run.old if run.pending else run.ids
+        if not self._staying(base):  # all are lost
+            books.reports.clear()
+            return
         blamed = [b for b in books.reports.values() if b in base]
         suspects = {b for b in blamed if b not in books.reports}
         for b in blamed:
@@ -102,24 +107,49 @@ class Forming:
                     books.turn(seat, "arrived", now)
             if id in ids and not planned:
                 seat.held = run.number
-            if seat.here and run.view:
+            if seat.member is not None and run.view:  # also one who is lost: it may still hear
                 books.say(id, NewView(term=run.term, view=run.view, planned=planned))
 
     def _drop_lost(self, now: float) -> None:
         run = self._books.run
-        gone = [i for i in run.ids if not self._seat(i).here and self._seat(i).state != "finished"]
+        gone = [i for i in run.ids if not self._stays(i) and self._seat(i).state != "finished"]
         gone += [i for i in run.old if i not in run.ids and self._seat(i).state == "lost"]
         if not gone:
+            if self._dark_at is not None:  # all are back, and still in their view
+                self._dark_at = self._back_at = None
+                for id in filter(self._stays, run.old if run.pending else run.ids):
+                    self._seat(id).ready = 0
+                    self._books.turn(self._seat(id), "in", now)
             return
         base = run.old if run.pending else run.ids
         finished = any(self._seat(i).state == "finished" for i in run.ids)
+        if not finished and self._dark(base, now):
+            return
         self.new_view(self._staying(base), False, now)
         if run.view is None and finished:
             self._books.end("left", "")
 
+    def _dark(self, base: Sequence[int], now: float) -> bool:
+        """Whether to wait: everybody is lost, but not dead. It may be we who were cut off, while they went on."""
+        books = self._books
+        here = [i for i in base if self._stays(i)]
+        if self._dark_at is None and here:
+            return False
+        self._dark_at = now if self._dark_at is None else self._dark_at
+        away = [i for i in base if self._seat(i).state == "lost" and self._seat(i).member is not None]
+        others = any(s.here and self._willing(s) and s.id not in base for s in books.seats.values())
+        if here:
+            self._back_at = now if self._back_at is None else self._back_at
+            wait = bool(away) and now - self._back_at < books.rules.silence_s
+        else:
+            wait = bool(away) and (not others or now - self._dark_at < books.patience_s)
+        if not wait:
+            self._dark_at = self._back_at = None
+        return wait
+
     def _plan(self, now: float) -> None:
         books, run = self._books, self._books.run
-        if books.reports or any(self._seat(i).state == "finished" for i in run.ids):
+        if books.reports or any(not self._stays(i) for i in run.ids):  # some have finished, or may come back
             return
         joining = sorted(
             (s for s in books.seats.values() if s.state == "ready" and s.id not in run.ids and self._willing(s)),
@@ -139,8 +169,8 @@ class Forming:
             return
         self._first_at = now if self._first_at is None else self._first_at
         late = now >= self._first_at + limit_s
-        if not late:
-            come = [s for s in come if s.ready or not s.held]
+        last = self._books.run.number
+        come = [s for s in come if s.ready or not s.held or (late and s.held == last)]
         missing = [s for s in books.seats.values() if s.wanted and not s.draining and s not in come]
         if not late and any(self._expected(s) for s in missing):
             return
@@ -150,8 +180,16 @@ class Forming:
         elif late:
             books.end("timeout", missing_message(missing, limit_s, len(come), rules.least))
 
+    def _stays(self, id: int) -> bool:
+        """Whether the process that is in the view, or was in the one before, is here; not another one of its seat."""
+        seat, run = self._seat(id), self._books.run
+        taken = [m for m in run.view.members if m.id == id] if run.view else []
+        if seat.member is None or not taken:
+            return seat.here and seat.held > 0
+        return seat.here and (seat.member.host, seat.member.pid) == (taken[0].host, taken[0].pid)
+
     def _staying(self, ids: Sequence[int]) -> list[int]:
-        here = [i for i in ids if self._seat(i).here]
+        here = [i for i in ids if self._stays(i)]
         return [i for i in here if not self._seat(i).draining] or here  # rather those who are to go than nobody
 
     def _expected(self, seat: Seat) -> bool:

@@ -30,6 +30,9 @@ class Staff:
             if seat.state == "starting" and watch.start_by is not None and now >= watch.start_by:
                 limit_s = books.rules.settings.join_limit_s
                 books.condemn(seat, f"did not arrive within {limit_s:g} s", now)
+            left_out = seat.state == "arrived" and seat.held and books.run.view and seat.id not in books.run.ids
+            if left_out and not seat.draining and now - seat.since >= books.rules.settings.wait_limit_s:
+                books.condemn(seat, "was left out of a view and did not come back", now)
             if watch.stop_at is not None and now >= watch.stop_at:
                 self._stop(seat, now)
             if seat.wanted and seat.state in ("idle", "lost") and now >= watch.start_at:
@@ -123,6 +126,8 @@ class Staff:
         certain = sum((s.here and not s.draining) or s.state == "starting" for s in books.seats.values())
         certain += own + min(len(waiting) - own, books.hosts.free())
         certain += sum(s not in waiting for s in zombies)
+        heard = [s for s in books.seats.values() if s.state == "lost" and s.member and books.watch[s.id].down is None]
+        certain += sum(s.id in books.run.ids and s not in zombies for s in heard)  # only their agents are silent
         certain += sum(s.draining and s.wanted for s in books.seats.values() if s.here)
         if certain >= rules.least:
             self._few_since = None
@@ -134,8 +139,11 @@ class Staff:
         may_come = any(not books.hosts.live(s.host) for s in silent) or (books.run.number == 0 and waiting)
         if perhaps and may_come and now < self._few_since + rules.settings.join_limit_s:
             return
+        if books.run.number == 0 and any(s.here for s in books.seats.values()) and perhaps:
+            return  # they are told who is missing at their limit
         lost = [s for s in books.seats.values() if s.state == "lost"]
-        who = "; ".join(f"member {s.id}{f' on {s.host}' if s.host else ''} {s.why}" for s in lost) or "all have left"
+        who = "; ".join(f"member {s.id}{f' on {s.host}' if s.host else ''} {s.why}" for s in lost)
+        who = who or "no host has a free slot" if waiting else who or "all have left"
         bad = f"; quarantined: {', '.join(books.hosts.quarantined)}" if books.hosts.quarantined else ""
         budget = f"each is started again at most {rules.replacements} times, and only where a slot is free"
         books.end("left", f"fewer than {rules.least} members can go on: {who}{bad} ({budget})")
