@@ -109,12 +109,12 @@ class Books:
                 seat.wanted = False
             watch.start_at = now + self.back_off_s(seat)
             seat.fails += 1
-        seat.why, seat.ready = why, 0
+        seat.why = why  # its Ready stands, should it come back
         seat.draining = seat.draining and not seat.wanted
         watch.start_by = None
         watch.stop_at = None if ended else now + self.patience_s
         if ended:
-            seat.member, seat.condemned, watch.paused = None, False, None
+            seat.member, seat.ready, seat.condemned, watch.paused = None, 0, False, None
 
     def revive(self, seat: Seat, now: float) -> None:
         """One that was lost is there again, in the same process: it stays, and is taken in once it is ready."""
@@ -132,9 +132,10 @@ class Books:
         """The run is over; `reason` "": it has finished."""
         self.run.over, self.run.kind = reason, kind
         for seat in self.seats.values():
-            if seat.here and reason:
+            alive = seat.member is not None and seat.state not in ("finished", "drained")  # lost ones may still hear
+            if alive and reason:
                 self.say(seat.id, Refused(kind, reason))
-            elif seat.here or seat.state == "starting":  # came too late to take part
+            elif alive or seat.state == "starting":  # came too late to take part
                 self.say(seat.id, Drain(self.run.term))
                 if seat.host in self.hosts.seen:
                     self.say(seat.host, Stop(self.run.term, seat.id))

@@ -137,7 +137,7 @@ class Forming:
             return False
         self._dark_at = now if self._dark_at is None else self._dark_at
         away = [i for i in base if self._seat(i).state == "lost" and self._seat(i).member is not None]
-        others = any(s.here and self._willing(s) and s.id not in base for s in books.seats.values())
+        others = any(self._willing(s) and not (s.id in base and self._stays(s.id)) for s in books.seats.values())
         if here:
             self._back_at = now if self._back_at is None else self._back_at
             wait = bool(away) and now - self._back_at < books.rules.silence_s

@@ -269,13 +269,15 @@ class Roster:
         for name in books.hosts.silenced(now):
             for seat in books.seats.values():
                 if seat.host == name and (seat.here or seat.state == "starting"):
-                    books.lose(seat, f"its host {name} was silent for {silence_s:g} s", now, host_fault=False)
+                    books.lose(
+                        seat, f"was not heard: its host {name} was silent for {silence_s:g} s", now, host_fault=False
+                    )
         for seat in books.seats.values():
             watch = books.watch[seat.id]
             if seat.here and watch.paused is not None and now - watch.paused >= silence_s:
                 books.lose(seat, f"was stopped for {silence_s:g} s", now)
             elif seat.here and watch.down is not None and now - watch.down >= silence_s:
-                books.lose(seat, f"its line to the scheduler was closed for {silence_s:g} s", now)
+                books.lose(seat, f"was not heard: its line was closed for {silence_s:g} s", now)
         self._mend_when_due(now)
         self._forming.settle(now)
         if books.run.over is None:

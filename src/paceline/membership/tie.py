@@ -14,7 +14,7 @@ from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineEr
 from paceline.transport.channel import Channel, connect
 
 _DIAL_S = 2.0  # for one try
-_PAUSE_S, _PAUSE_MOST_S = 0.05, 1.0  # between tries
+_PAUSE_S, _PAUSE_MOST_S = 0.05, 0.3  # between tries; well below the silence after which one is lost
 _SEND_LIMIT_S = 5.0
 
 
