@@ -239,13 +239,13 @@ def test_the_pause_between_starts_doubles_while_no_view_forms():
 
 
 def test_a_host_that_keeps_failing_is_quarantined_unless_it_is_the_last():
-    world = World({"a": 2, "b": 4}, least=1, target=4, most=4, replacements=9)
+    world = World({"a": 3, "b": 4}, least=1, target=4, most=4)
     formed(world)
-    for _ in range(3):
-        world.kill(next(p for p in world.living() if p.host == "a"))
-        world.run(1)
-        if not any(p.host == "a" for p in world.living()):
-            break
+    for id in (0, 1, 2):
+        world.kill(process(world, id))
+    assert world.picture().quarantined == ("a",)
+    assert sorted(formed(world)) == [0, 1, 2, 3]
+    assert {p.host for p in world.living()} == {"b"}
     alone = World({"a": 2}, least=1, target=2, most=2, replacements=9)
     formed(alone)
     for _ in range(4):

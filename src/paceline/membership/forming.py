@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from paceline.core.view import View
+from paceline.core.view import Member, View
 from paceline.membership.books import Books
 from paceline.membership.orders import NewView
 from paceline.membership.seats import Seat
@@ -26,6 +26,7 @@ class Forming:
         self._first_at: float | None = None  # when the first of a first view had come
         self._dark_at: float | None = None  # since when all of the view are lost, and may come back
         self._back_at: float | None = None  # when the first of them did
+        self._known: tuple[View | None, dict[int, Member]] = (None, {})  # the present view, by id
 
     def settle(self, now: float) -> None:
         """Make the view that follows from the books, if one does."""
@@ -171,7 +172,8 @@ class Forming:
         late = now >= self._first_at + limit_s
         last = self._books.run.number
         come = [s for s in come if s.ready or not s.held or (late and s.held == last)]
-        missing = [s for s in books.seats.values() if s.wanted and not s.draining and s not in come]
+        ids = {s.id for s in come}
+        missing = [s for s in books.seats.values() if s.wanted and not s.draining and s.id not in ids]
         if not late and any(self._expected(s) for s in missing):
             return
         if len(come) >= rules.least:
@@ -183,10 +185,12 @@ class Forming:
     def _stays(self, id: int) -> bool:
         """Whether the process that is in the view, or was in the one before, is here; not another one of its seat."""
         seat, run = self._seat(id), self._books.run
-        taken = [m for m in run.view.members if m.id == id] if run.view else []
-        if seat.member is None or not taken:
+        if run.view is not self._known[0]:
+            self._known = run.view, {m.id: m for m in run.view.members} if run.view else {}
+        taken = self._known[1].get(id)
+        if seat.member is None or taken is None:
             return seat.here and seat.held > 0
-        return seat.here and (seat.member.host, seat.member.pid) == (taken[0].host, taken[0].pid)
+        return seat.here and (seat.member.host, seat.member.pid) == (taken.host, taken.pid)
 
     def _staying(self, ids: Sequence[int]) -> list[int]:
         here = [i for i in ids if self._stays(i)]

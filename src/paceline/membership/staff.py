@@ -122,12 +122,13 @@ class Staff:
             return
         waiting = [s for s in books.seats.values() if s.wanted and s.state in ("idle", "lost")]
         zombies = [s for s in books.seats.values() if s.state == "lost" and books.hosts.runs(s.host, s.id)]
-        own = sum(s in zombies for s in waiting)  # their own slot will be free
+        own = sum(books.hosts.runs(s.host, s.id) for s in waiting if s.state == "lost")  # their own slot will be free
         certain = sum((s.here and not s.draining) or s.state == "starting" for s in books.seats.values())
         certain += own + min(len(waiting) - own, books.hosts.free())
-        certain += sum(s not in waiting for s in zombies)
+        certain += sum(not s.wanted for s in zombies)
         heard = [s for s in books.seats.values() if s.state == "lost" and s.member and books.watch[s.id].down is None]
-        certain += sum(s.id in books.run.ids and s not in zombies for s in heard)  # only their agents are silent
+        present = set(books.run.ids)  # only their agents are silent
+        certain += sum(s.id in present and not books.hosts.runs(s.host, s.id) for s in heard)
         certain += sum(s.draining and s.wanted for s in books.seats.values() if s.here)
         if certain >= rules.least:
             self._few_since = None
@@ -135,7 +136,7 @@ class Staff:
         if self._few_since is None:
             self._few_since = now
         silent = [s for s in books.seats.values() if s.state == "lost" and s.member and s.host in books.hosts.seen]
-        perhaps = len(waiting) + sum(s not in waiting for s in silent)
+        perhaps = len(waiting) + sum(not s.wanted for s in silent)
         may_come = any(not books.hosts.live(s.host) for s in silent) or (books.run.number == 0 and waiting)
         if perhaps and may_come and now < self._few_since + rules.settings.join_limit_s:
             return
