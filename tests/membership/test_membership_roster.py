@@ -316,9 +316,10 @@ def test_who_does_not_come_back_to_a_restarted_scheduler_is_lost():
 
 
 def test_a_scheduler_that_slept_accuses_nobody():
-    world = World({"a": 2}, least=1, target=2, most=2)
+    world = World({"a": 2, "b": 1}, least=1, target=3, most=3)
     formed(world)
-    world.now += 60.0  # it was stopped, and wakes
+    world.now += 60.0  # it was stopped, and wakes; it reads what one host has said, and not yet the other
+    world.do(lambda r: r.beat("a", (), world.now))
     world.do(lambda r: r.tick(world.now))
     world.run(5)
     assert len(world.views) == 1

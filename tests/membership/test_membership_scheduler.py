@@ -60,20 +60,20 @@ def test_a_killed_scheduler_comes_back_and_nobody_minds(tmp_path):
             members[0].formed(1, 0)
             until(lambda: see(there.address).members[0].state == "in")
             address = there.address
-            for term in (2, 3):
-                there.kill()
-                time.sleep(SILENCE_S / 2)
-                there.start()
-                assert (there.address, there.term) == (address, term)
-                until(lambda term=term: all(member.standing.term == term for member in members))
+            there.kill()
+            time.sleep(SILENCE_S / 2)
+            there.start()
+            assert (there.address, there.term) == (address, 2)
+            until(lambda: all(member.standing.term == 2 for member in members))
             time.sleep(2 * SILENCE_S)
             picture = see(address)
-            assert (picture.term, picture.view.number) == (3, 1)
+            assert (picture.term, picture.view.number) == (2, 1)
             assert all(member.newest.view.number == 1 for member in members)
             members[2].close()
             assert ids(members[0].newer(1, 5.0).view) == [0, 1]
 
 
+@pytest.mark.slow
 def test_who_does_not_come_back_to_the_new_scheduler_is_lost(tmp_path):
     with Program(tmp_path) as there:
         members = lines(there.address, 2)
