@@ -1,7 +1,7 @@
 """What a scheduler, the agents of its hosts and the members of an elastic run say to each other.
 
     member     → scheduler   Arrive, then Ready, Broken, Formed, Leave
-    scheduler  → member      Standing or Refused, then NewView, Drain
+    scheduler  → member      Standing or Refused, then NewView, Drain; Noted answers Leave
     agent      → scheduler   Host, then Beat, Started, Ended, DrainHost
     scheduler  → agent       Start, Stop, Over
     tool       → scheduler   Look or Scale, which Picture, Done or Refused answers
@@ -12,7 +12,7 @@ what is said of an older view, counts no more. Bytes that do not decode to exact
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
@@ -79,6 +79,12 @@ class NewView(msgspec.Struct, frozen=True, tag="view", kw_only=True):
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Finish the step under way, then leave."""
+
+    term: int
+
+
+class Noted(msgspec.Struct, frozen=True, tag="noted"):
+    """Your Leave is in the journal."""
 
     term: int
 
@@ -184,12 +190,11 @@ FromMember = Arrive | Ready | Broken | Formed | Leave
 FromAgent = Host | Beat | Started | Ended | DrainHost
 FromTool = Look | Scale
 ToScheduler = FromMember | FromAgent | FromTool
-ToMember = Standing | NewView | Drain | Refused
+ToMember = Standing | NewView | Drain | Noted | Refused
 ToAgent = Start | Stop | Over | Refused
 ToTool = Picture | Done | Refused
 Message = ToScheduler | ToMember | ToAgent | ToTool
 
-_M = TypeVar("_M")
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -197,7 +202,7 @@ def encode(message: Message) -> bytes:
     return _encode(message)
 
 
-def decode(data: bytes | bytearray, kind: type[_M]) -> _M:
+def decode(data: bytes | bytearray, kind: Any) -> Any:
     """The message in `data`, which must be one of a union of the above.
 
     >>> decode(encode(Ended(2, -9)), ToScheduler)

@@ -1,0 +1,364 @@
+"""Who takes part in an elastic run: events in, orders out.
+
+The rules of membership as a pure state machine: each event comes with the time at which it happened (`now`, of a clock
+that never goes back), and `take` gives the orders that follow, each with a member's id or a host's name to go to. The
+scheduler puts sockets, a clock and a journal around it. Only `tick` counts silence, so whoever is late in calling it
+accuses nobody wrongly.
+
+A member is lost when its process ends, when its host, its line or the process itself is silent for `silence_s`. The
+view of the survivors follows at once; newcomers are taken in by planned views, at the end of a step. One that was lost
+but lives (it was stopped, or cut off) is left out, and comes back as a newcomer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.core.errors import ConfigError, Interrupted
+from paceline.core.view import Member
+from paceline.membership.books import Books, Order, To
+from paceline.membership.forming import Forming
+from paceline.membership.messages import Refused
+from paceline.membership.orders import Drain, NewView, Noted, Over, Picture, Seen, Standing, Start, Stop
+from paceline.membership.seats import Rules, Seat
+from paceline.membership.staff import Staff
+
+_STALLED = 0.5  # of a silence without a tick: it was we who slept
+
+
+class Roster:
+    """The members of one run.
+
+    >>> roster = Roster(Rules(least=1, target=1, most=2), now=0.0)
+    >>> roster.arrive(0, Member(rank=0, host="h", pid=7), 0, now=0.1)
+    >>> [type(order).__name__ for to, order in roster.take()]
+    ['Standing', 'NewView']
+    """
+
+    def __init__(self, rules: Rules, now: float) -> None:
+        self._books = Books(rules, now)
+        self._forming = Forming(self._books)
+        self._staff = Staff(self._books)
+        self._ticked = now
+
+    @classmethod
+    def load(cls, parts: Mapping[str, str], rules: Rules, now: float) -> Roster:
+        """Go on from what `dump` gave, in a higher term."""
+        roster = cls(rules, now)
+        roster._books.load(parts, now)
+        return roster
+
+    def dump(self) -> dict[str, str]:
+        """The whole state as JSON texts by name."""
+        self._books.dirty = False
+        return self._books.dump()
+
+    @property
+    def dirty(self) -> bool:
+        """Whether anything has changed since the last dump."""
+        return self._books.dirty
+
+    @property
+    def term(self) -> int:
+        return self._books.run.term
+
+    @property
+    def over(self) -> str | None:
+        """Why the run has ended; "": it finished; None: it has not."""
+        return self._books.run.over
+
+    def take(self) -> list[tuple[To, Order]]:
+        """The orders since the last call."""
+        out, self._books.out = self._books.out, []
+        return out
+
+    # Members
+
+    def arrive(self, id: int, member: Member, view: int, now: float) -> None:
+        """A member's line is open; ConfigError where nobody may sit there, Interrupted where it is too late."""
+        books, run = self._books, self._books.run
+        seat = self._checked(id)
+        if run.over is not None:
+            raise Refused(run.kind, run.over or "the run has finished").error()
+        process = (member.host, member.pid)
+        if seat.member is not None and (seat.member.host, seat.member.pid) == process:
+            if seat.condemned or not (seat.here or seat.state == "lost"):
+                raise Interrupted(f"member {id} has left the run")
+        else:
+            self._sit_down(seat, member, view, now)
+        books.watch[id].down = None
+        books.revive(seat, now)
+        if view > run.number:
+            # The journal lost its end: whatever was in that view, the next one has a higher number.
+            run.number = view
+            if run.view and not books.reports:
+                books.reports[id], books.broken_at = -1, now
+        books.say(id, Standing(term=run.term, settings=books.rules.settings, least=books.rules.least, view=run.view))
+        if run.view and view < run.number and (view or id in run.ids):
+            books.say(id, NewView(term=run.term, view=run.view, planned=run.planned))
+        if seat.draining:
+            books.say(id, Drain(run.term))
+        self._forming.settle(now)
+
+    def down(self, id: int, now: float) -> None:
+        """A member's line has closed."""
+        self._books.watch[id].down = now
+
+    def ready(self, id: int, view: int, now: float) -> None:
+        """A member can be taken in."""
+        run, seat = self._books.run, self._books.seats[id]
+        if id in run.ids and seat.state == "in":
+            return
+        if seat.here or seat.state == "lost":
+            if not seat.ready:
+                run.readies += 1
+                seat.ready = run.readies
+            if seat.here:
+                self._books.turn(seat, "ready", now)
+            self._books.revive(seat, now)
+        self._forming.settle(now)
+
+    def broken(self, id: int, view: int, blamed: int, now: float) -> None:
+        """The group of a view broke at a member."""
+        books, run = self._books, self._books.run
+        about = (run.number, run.number - 1) if run.pending else (run.number,)
+        if run.over is None and view in about and (id in run.ids or id in run.old):
+            if not books.reports:
+                books.broken_at = now
+            books.reports[id] = blamed
+            self._mend_when_due(now)
+            self._forming.settle(now)
+
+    def formed(self, id: int, view: int, now: float) -> None:
+        """All of a view have met."""
+        run = self._books.run
+        if run.over is None and view == run.number and id in run.ids and not run.formed:
+            self._books.dirty = True
+            self._forming.formed(now)
+            self._forming.settle(now)
+
+    def leave(self, id: int, reason: str, now: float) -> None:
+        """A member goes: finished, drained or failed."""
+        books, seat = self._books, self._books.seats[id]
+        if seat.here or seat.state == "lost":
+            if reason == "finished" and seat.here:
+                books.turn(seat, "finished", now)
+                seat.why = ""
+            elif seat.draining:
+                books.turn(seat, "drained", now)
+            else:
+                books.lose(seat, f"left: {reason}", now)
+            if seat.state != "finished":  # nothing more can come from this process
+                seat.member, seat.past = None, [*seat.past, *_process(seat)]
+        books.say(id, Noted(books.run.term))
+        self._forming.settle(now)
+
+    # Agents
+
+    def host(self, name: str, slots: int, running: Sequence[int], now: float) -> None:
+        """A host's agent has come, or come back."""
+        books, run = self._books, self._books.run
+        books.dirty = True
+        host = books.hosts.came(name, slots, now)
+        if run.over is not None:
+            books.say(name, Over(run.term, run.over))
+            return
+        for id in [i for i in host.running if i not in running]:
+            seat = books.seats[id]
+            if seat.host == name and seat.state == "starting":
+                books.say(name, Start(run.term, id))
+            else:
+                self._ended(name, id, "ended while its agent could not say so", None, now)
+        for id in running:
+            known = books.seats.get(id)
+            if known is not None and id not in host.running:
+                host.running.append(id)
+                if known.wanted and known.state == "idle":
+                    known.host = name
+                    books.turn(known, "starting", now)
+                    books.watch[id].start_by = now + books.rules.settings.join_limit_s
+                elif known.here and not known.host:
+                    known.host = name
+            if known is None or known.state == "idle":
+                books.say(name, Stop(run.term, id))
+        self._back(name, now)
+        self.tick(now)
+
+    def beat(self, name: str, paused: Sequence[int], now: float) -> None:
+        """A host lives; the processes of `paused` are stopped."""
+        books = self._books
+        if name not in books.hosts.seen:
+            return
+        for id in books.hosts.seen[name].running:
+            seat = books.seats.get(id)
+            if seat is None or seat.host != name:
+                continue
+            watch = books.watch[id]
+            was, watch.paused = watch.paused, (watch.paused or now) if id in paused else None
+            if was is not None and watch.paused is None and seat.state == "lost":
+                books.revive(seat, now)
+                self._forming.settle(now)
+        if books.hosts.heard(name, now):
+            self._back(name, now)
+
+    def started(self, name: str, id: int, pid: int, now: float) -> None:
+        """A member's process runs."""
+        seat = self._books.seats.get(id)
+        if seat is not None and seat.host == name:
+            seat.pid, self._books.dirty = pid, True
+
+    def ended(self, name: str, id: int, code: int, now: float) -> None:
+        """A member's process has ended."""
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._ended(name, id, how, code, now)
+        self._forming.settle(now)
+        self.tick(now)
+
+    def drain_host(self, name: str, now: float) -> None:
+        """A host must go: its members leave, and are started elsewhere if there is room."""
+        books = self._books
+        if name not in books.hosts.seen or books.run.over is not None:
+            return
+        books.hosts.seen[name].going = books.dirty = True
+        for seat in books.seats.values():
+            if seat.host == name:
+                self._staff.drain(seat, now)
+        self._forming.settle(now)
+
+    # Tools and time
+
+    def scale(self, size: int, now: float) -> str:
+        """Let there be so many members; what will be done about it."""
+        text = self._staff.scale(size, now)
+        self.tick(now)
+        return text
+
+    def look(self, now: float, wall: float) -> Picture:
+        """The run, for people; `wall` is the time of day at `now`."""
+        books, run = self._books, self._books.run
+        return Picture(
+            term=run.term,
+            view=run.view,
+            least=books.rules.least,
+            target=run.target,
+            most=books.rules.most,
+            quarantined=books.hosts.quarantined,
+            members=tuple(
+                Seen(
+                    id=seat.id,
+                    host=seat.host or (seat.member.host if seat.member else ""),
+                    pid=seat.pid,
+                    state="draining" if seat.draining and seat.here else seat.state,
+                    since=wall - (now - seat.since),
+                    replaced=seat.replaced,
+                    why=seat.why,
+                )
+                for seat in books.seats.values()
+                if seat.wanted or seat.state != "idle"
+            ),
+        )
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        books, silence_s = self._books, self._books.rules.silence_s
+        if now - self._ticked > _STALLED * silence_s:
+            self._forgive(now)
+        self._ticked = now
+        if books.run.over is not None:
+            return
+        for name in books.hosts.silenced(now):
+            for seat in books.seats.values():
+                if seat.host == name and (seat.here or seat.state == "starting"):
+                    books.lose(
+                        seat, f"was not heard: its host {name} was silent for {silence_s:g} s", now, host_fault=False
+                    )
+        for seat in books.seats.values():
+            watch = books.watch[seat.id]
+            if seat.here and watch.paused is not None and now - watch.paused >= silence_s:
+                books.lose(seat, f"was stopped for {silence_s:g} s", now)
+            elif seat.here and watch.down is not None and now - watch.down >= silence_s:
+                books.lose(seat, f"was not heard: its line was closed for {silence_s:g} s", now)
+        self._mend_when_due(now)
+        self._forming.settle(now)
+        if books.run.over is None:
+            self._staff.turn(now)
+            self._forming.settle(now)
+
+    # Inside
+
+    def _checked(self, id: int) -> Seat:
+        most = self._books.rules.most
+        if id not in self._books.seats:
+            raise ConfigError(f"id {id} is not one of 0 to {most - 1}: do not set PACELINE_RANK by hand")
+        return self._books.seats[id]
+
+    def _sit_down(self, seat: Seat, member: Member, view: int, now: float) -> None:
+        """A process that did not sit there before."""
+        books = self._books
+        watch = books.watch[seat.id]
+        if (member.host, member.pid) in seat.past:
+            raise Interrupted(f"member {seat.id} was lost ({seat.why}) and replaced: this process ends")
+        if seat.here and (watch.down is None or books.hosts.runs(seat.host, seat.id)):
+            other = seat.member
+            raise ConfigError(
+                f"id {seat.id} is taken by process {other.pid if other else 0} on {other.host if other else ''}: a "
+                f"member joins once; a program that a member starts inherits its place, so clear PACELINE_* for it"
+            )
+        if seat.here:
+            books.lose(seat, "came again as another process", now, ended=True)
+            self._forming.settle(now)
+        if seat.state == "lost" and books.hosts.runs(seat.host, seat.id) and seat.member:
+            raise ConfigError(f"id {seat.id} belongs to a process that still runs on {seat.host}")
+        seat.member, seat.pid, seat.held, seat.ready, seat.wanted = member, member.pid, view, 0, True
+        seat.draining = seat.condemned = False
+        watch.start_by = watch.paused = watch.stop_at = None
+        watch.faults.clear()
+        books.turn(seat, "arrived", now)
+
+    def _ended(self, name: str, id: int, how: str, code: int | None, now: float) -> None:
+        books = self._books
+        books.hosts.ended(name, id)
+        seat = books.seats.get(id)
+        books.dirty = True
+        if seat is None or seat.host != name:  # another one sits there by now
+            return
+        books.watch[id].stop_at = None
+        if seat.state in ("drained", "finished") or (seat.draining and (code == 0 or seat.wanted)):
+            seat.member, seat.condemned, seat.draining = None, False, False
+            again = seat.wanted and seat.state != "finished"  # of a host that goes: elsewhere, if there is room
+            books.turn(seat, "idle" if again else "finished" if seat.state == "finished" else "drained", now)
+        elif seat.here or seat.state == "starting":
+            books.lose(seat, how, now, ended=True)
+        elif seat.state == "lost":
+            seat.member, seat.condemned = None, False
+
+    def _back(self, name: str, now: float) -> None:
+        """A host that was silent is heard: its members may be there after all, unless others took their seats."""
+        for id in self._books.hosts.seen[name].running:
+            if self._books.seats[id].host != name:
+                self._books.say(name, Stop(self._books.run.term, id))
+        for seat in self._books.seats.values():
+            if seat.host == name:
+                self._books.revive(seat, now)
+        self._forming.settle(now)
+
+    def _mend_when_due(self, now: float) -> None:
+        books, run = self._books, self._books.run
+        if not books.reports or not run.view:
+            return
+        base = run.old if run.pending else run.ids
+        all_said = all(i in books.reports for i in base if books.seats[i].here)
+        if all_said or now - books.broken_at >= books.rules.silence_s:
+            self._forming.mend(now)
+
+    def _forgive(self, now: float) -> None:
+        """We did not listen for a while: what we missed is nobody's fault."""
+        books = self._books
+        books.hosts.grace(now)
+        for watch in books.watch.values():
+            watch.down = now if watch.down is not None else None
+            watch.paused = now if watch.paused is not None else None
+
+
+def _process(seat: Seat) -> list[tuple[str, int]]:
+    return [(seat.member.host, seat.member.pid)] if seat.member else []

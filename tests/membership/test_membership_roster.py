@@ -1,0 +1,522 @@
+"""The rules of membership, one by one and in any order of events."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError, Interrupted, TimedOut
+from paceline.core.settings import Settings
+from paceline.core.view import Member
+from paceline.membership.orders import Drain, NewView, Over, Standing, Start, Stop
+from paceline.membership.roster import Roster
+from paceline.membership.seats import Rules
+from tests.membership._world import World
+
+
+def ids(view):
+    return [m.id for m in view.members] if view else None
+
+
+def formed(world, seconds=3.0):
+    """Let time pass; the members of the present view, which all of them have formed."""
+    world.run(seconds)
+    view = world.picture().view
+    assert all(p.formed == view.number for p in world.living() if p.within(view))
+    return ids(view)
+
+
+def process(world, id):
+    return next(p for p in reversed(world.processes) if p.id == id)
+
+
+def test_all_that_were_started_are_the_first_view():
+    world = World({"a": 2, "b": 2}, least=2, target=3, most=4)
+    assert formed(world) == [0, 1, 2]
+    assert world.last.number == 1
+    assert [p.host for p in world.processes] == ["a", "a", "b"]
+
+
+def test_those_who_came_begin_at_the_limit_and_the_late_one_joins():
+    world = World({"a": 3}, least=2, target=3, most=3)
+    process(world, 1).slow_s = 19.9
+    process(world, 2).slow_s = 21.0
+    world.run(19.8)
+    assert world.picture().view is None
+    assert formed(world, 4.0) == [0, 1, 2]
+    assert [ids(v) for v in world.views.values()] in ([[0, 1], [0, 1, 2]], [[0], [0, 1], [0, 1, 2]])
+
+
+def test_too_few_at_the_limit_are_told_who_is_missing():
+    world = World({"a": 1}, least=2, target=2, most=2)
+    world.run(25)
+    assert isinstance(world.refusals[0].error(), TimedOut)
+    assert "only 1 of at least 2" in world.refusals[0].message
+    assert "member 1" in world.over["a"]
+
+
+def test_survivors_go_on_at_once_and_the_lost_one_is_replaced():
+    world = World({"a": 4}, least=2, target=4, most=4)
+    formed(world)
+    world.kill(process(world, 0))
+    assert ids(world.last) == [1, 2, 3]  # before any time has passed
+    assert formed(world) == [1, 2, 3, 0]
+    assert [v.size for v in world.views.values()] == [4, 3, 4]
+    seen = world.picture().members[0]
+    assert (seen.replaced, seen.why, seen.state) == (1, "was killed by signal 9", "in")
+
+
+def test_two_lost_with_their_host_make_one_view():
+    world = World({"a": 2, "b": 2}, least=2, target=4, most=4)
+    formed(world)
+    world.lose_host("a")
+    world.run(2.5)
+    assert ids(world.last) == [0, 1, 2, 3]
+    world.run(1.0)
+    assert [ids(v) for v in world.views.values()] == [[0, 1, 2, 3], [2, 3]]
+    assert "silent" in world.picture().members[0].why
+
+
+def test_a_silent_host_that_comes_back_keeps_its_processes():
+    world = World({"a": 2, "b": 2}, least=2, target=4, most=4)
+    formed(world)
+    before = {p.pid for p in world.living()}
+    world.silence("a")
+    assert formed(world, 5.0) == [2, 3]
+    world.sound("a")
+    assert formed(world) == [2, 3, 0, 1]
+    assert {p.pid for p in world.living()} == before
+
+
+def test_a_silent_host_is_replaced_elsewhere_and_its_zombies_are_stopped():
+    world = World({"a": 2, "b": 4}, least=2, target=4, most=4)
+    formed(world)
+    world.silence("a")
+    assert formed(world, 8.0) == [2, 3, 0, 1]
+    assert {p.host for p in world.living() if p.within(world.last)} == {"b"}
+    world.sound("a")
+    world.run(2.0)
+    assert [p for p in world.living() if p.host == "a"] == []
+    assert formed(world) == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("away_s", [1.0, 2.8])
+def test_a_short_silence_is_no_loss(away_s):
+    world = World({"a": 2, "b": 1}, least=1, target=3, most=3)
+    formed(world)
+    world.silence("a")
+    world.hang_up(process(world, 2))
+    process(world, 2).cut = True
+    world.run(away_s)
+    world.sound("a")
+    process(world, 2).cut = False
+    world.run(5)
+    assert len(world.views) == 1
+
+
+def test_a_stopped_process_is_left_out_and_rejoins():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    process(world, 1).paused = True
+    assert formed(world, 4.0) == [0, 2]
+    assert world.picture().members[1].state == "lost"
+    process(world, 1).paused = False
+    assert formed(world) == [0, 2, 1]
+    assert world.picture().members[1].replaced == 0
+
+
+def test_a_process_that_stays_stopped_is_ended_and_replaced():
+    world = World({"a": 2}, least=1, target=2, most=2)
+    formed(world)
+    process(world, 1).paused = True
+    assert formed(world, 20.0) == [0, 1]
+    assert world.picture().members[1].replaced == 1
+
+
+def test_a_break_with_one_silent_suspect_leaves_it_out():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    for id in (0, 2):
+        world.do(lambda r, id=id: r.broken(id, 1, 1, world.now))
+    assert len(world.views) == 1  # a loss may explain it
+    world.run(3.2)
+    assert ids(world.views[2]) == [0, 2]
+    assert formed(world) == [0, 2, 1]  # it was alive, and came back
+
+
+def test_a_break_that_all_report_is_a_passing_fault():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    for id, blamed in (0, 1), (1, 0), (2, -1):
+        world.do(lambda r, id=id, blamed=blamed: r.broken(id, 1, blamed, world.now))
+    assert ids(world.last) == [0, 1, 2]
+    assert world.last.number == 2
+
+
+def test_after_three_breaks_in_a_row_the_most_blamed_is_left_out():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    for number in range(1, 5):
+        for id, blamed in (0, 2), (1, 0), (2, 0):
+            world.do(lambda r, id=id, number=number, blamed=blamed: r.broken(id, number, blamed, world.now))
+    assert [ids(v) for v in world.views.values()] == [[0, 1, 2]] * 4 + [[1, 2]]
+
+
+def test_an_old_views_break_is_ignored():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    world.kill(process(world, 2))
+    world.do(lambda r: r.broken(0, 1, 1, world.now))
+    world.run(0.4)
+    assert ids(world.last) == [0, 1]
+    world.run(4)
+    assert len(world.views) == 3  # the replacement's
+
+
+def test_a_planned_view_that_breaks_takes_the_newcomers_out_again():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    world.kill(process(world, 2))
+    while world.last.number != 3:  # planned, and not formed
+        world.now += 0.05
+        world.run(0.1)
+    assert ids(world.last) == [0, 1, 2]
+    world.kill(process(world, 1))
+    assert ids(world.last) == [0]
+    assert sorted(formed(world)) == [0, 1, 2]
+
+
+def test_with_nobody_left_the_next_ones_begin_anew():
+    world = World({"a": 2}, least=2, target=2, most=2)
+    formed(world)
+    for id in (0, 1):
+        world.kill(process(world, id))
+    assert formed(world) == [0, 1]
+    assert [ids(v) for v in world.views.values()] == [[0, 1], [1], [0, 1]]
+
+
+def test_a_scheduler_that_was_cut_off_from_all_finds_them_in_their_view():
+    world = World({"a": 2, "b": 2}, least=2, target=4, most=4)
+    formed(world)
+    for host in "ab":
+        world.silence(host)
+    world.run(15)
+    world.sound("a")
+    world.run(1.0)
+    world.sound("b")
+    world.run(5)
+    assert len(world.views) == 1
+    assert [m.state for m in world.picture().members] == ["in"] * 4
+
+
+def test_replacements_end_with_the_budget_and_the_run_with_them():
+    world = World({"a": 2}, least=2, target=2, most=2, replacements=2)
+    formed(world)
+    for _ in range(3):
+        world.kill(process(world, 1))
+        world.run(8)
+    assert world.starts[1] == 3
+    assert "member 1 on a was killed by signal 9" in world.over["a"]
+    assert isinstance(world.refusals[0].error(), Interrupted)
+
+
+def test_the_pause_between_starts_doubles_while_no_view_forms():
+    world = World({"a": 2}, least=1, target=2, most=2, replacements=4)
+    world.run(0.1)
+    begun = []
+    for _ in range(4):
+        begun.append(process(world, 1).begun)
+        world.kill(process(world, 1))
+        while process(world, 1).begun == begun[-1]:
+            world.run(0.1)
+    begun.append(process(world, 1).begun)
+    assert [round(b - a, 1) for a, b in itertools.pairwise(begun)] == pytest.approx([0.5, 1.0, 2.0, 4.0], abs=0.31)
+
+
+def test_a_host_that_keeps_failing_is_quarantined_unless_it_is_the_last():
+    world = World({"a": 3, "b": 4}, least=1, target=4, most=4)
+    formed(world)
+    for id in (0, 1, 2):
+        world.kill(process(world, id))
+    assert world.picture().quarantined == ("a",)
+    assert sorted(formed(world)) == [0, 1, 2, 3]
+    assert {p.host for p in world.living()} == {"b"}
+    alone = World({"a": 2}, least=1, target=2, most=2, replacements=9)
+    formed(alone)
+    for _ in range(4):
+        alone.kill(process(alone, 1))
+        assert formed(alone) == [0, 1]
+    assert alone.picture().quarantined == ()
+
+
+def test_scale_up_and_down():
+    world = World({"a": 4}, least=1, target=2, most=4)
+    formed(world)
+    with pytest.raises(ConfigError, match="size=5: must be between 1 and 4"):
+        world.roster.scale(5, world.now)
+    world.do(lambda r: r.scale(4, world.now))
+    assert formed(world) == [0, 1, 2, 3]
+    before = world.last.number
+    world.do(lambda r: r.scale(1, world.now))
+    assert formed(world) == [0]
+    assert world.last.number == before + 1  # one planned view for all three
+    assert [p.id for p in world.living()] == [0]
+    world.do(lambda r: r.scale(2, world.now))
+    assert formed(world) == [0, 1]
+    assert all(m.replaced == 0 for m in world.picture().members)
+
+
+def test_a_host_that_must_go_is_drained_and_its_members_go_on_elsewhere():
+    world = World({"a": 2, "b": 4}, least=1, target=4, most=4)
+    formed(world)
+    world.do(lambda r: r.drain_host("a", world.now))
+    assert formed(world, 5.0) == [2, 3, 0, 1]
+    assert {p.host for p in world.living()} == {"b"}
+    assert not any(m.replaced for m in world.picture().members)
+
+
+def test_when_all_have_finished_the_run_is_over():
+    world = World({"a": 2}, least=1, target=2, most=2)
+    formed(world)
+    for id in (0, 1):
+        assert not world.over
+        world.leave(process(world, id), "finished")
+    assert world.over == {"a": ""}
+    assert len(world.views) == 1
+    with pytest.raises(Interrupted, match="has finished"):
+        world.roster.arrive(0, Member(rank=0, host="a", pid=9), 0, world.now)
+
+
+def test_a_restarted_scheduler_makes_no_new_view():
+    world = World({"a": 2, "b": 1}, least=1, target=3, most=3)
+    formed(world)
+    for away_s in (0.1, 100.0, 5.0):
+        world.restart(away_s)
+        world.run(5)
+    assert len(world.views) == 1
+    assert world.terms == [1, 2, 3, 4]
+    world.kill(process(world, 0))
+    assert ids(world.last) == [1, 2]
+
+
+def test_who_does_not_come_back_to_a_restarted_scheduler_is_lost():
+    world = World({"a": 2}, least=1, target=2, most=2)
+    formed(world)
+    process(world, 1).cut = True
+    world.restart(1.0)
+    world.run(2.8)
+    assert len(world.views) == 1
+    world.run(0.5)
+    assert ids(world.last) == [0]
+
+
+def test_a_scheduler_that_slept_accuses_nobody():
+    world = World({"a": 2, "b": 1}, least=1, target=3, most=3)
+    formed(world)
+    world.now += 60.0  # it was stopped, and wakes; it reads what one host has said, and not yet the other
+    world.do(lambda r: r.beat("a", (), world.now))
+    world.do(lambda r: r.tick(world.now))
+    world.run(5)
+    assert len(world.views) == 1
+
+
+def test_a_number_that_the_journal_lost_is_not_used_again():
+    roster = Roster(Rules(least=1, target=1, most=1), 0.0)
+    roster.arrive(0, Member(rank=0, host="h", pid=1), 0, 0.0)
+    before = roster.dump()
+    roster = Roster.load(before, Rules(least=1, target=1, most=1), 0.0)
+    roster.arrive(0, Member(rank=0, host="h", pid=1), 7, 0.1)
+    for tick in range(1, 50):
+        roster.tick(tick / 10)
+    assert [o.view.number for _, o in roster.take() if isinstance(o, NewView)][-1] == 8
+
+
+def test_a_second_process_is_refused_while_the_first_lives():
+    world = World({"a": 1}, least=1, target=1, most=1)
+    formed(world)
+    with pytest.raises(ConfigError, match="id 0 is taken by process"):
+        world.roster.arrive(0, Member(rank=0, host="a", pid=9), 0, world.now)
+    with pytest.raises(ConfigError, match="id 1 is not one of 0 to 0"):
+        world.roster.arrive(1, Member(rank=1, host="a", pid=9), 0, world.now)
+
+
+def test_a_late_newcomer_hears_of_the_present_view_and_that_it_drains():
+    world = World({"a": 2}, least=1, target=2, most=2)
+    formed(world)
+    world.do(lambda r: None)
+    roster = world.roster
+    roster.scale(1, world.now)
+    assert any(isinstance(o, Drain) for _, o in roster.take())
+    one = process(world, 1)
+    roster.arrive(1, Member(rank=1, host="a", pid=one.pid), 1, world.now)
+    kinds = [type(o) for _, o in roster.take()]
+    assert kinds == [Standing, NewView, Drain]
+
+
+def test_rules_are_checked():
+    for wrong in ({"least": 0}, {"target": 5}, {"silence_s": 0.0}, {"replacements": -1}):
+        with pytest.raises(ConfigError):
+            Rules(**({"least": 1, "target": 2, "most": 4} | wrong))
+    with pytest.raises(ConfigError, match="journal"):
+        Roster.load({"run": "[]"}, Rules(least=1, target=1, most=1), 0.0)
+
+
+OPS = (
+    "kill",
+    "pause",
+    "resume",
+    "cut",
+    "mend",
+    "silence",
+    "sound",
+    "restart",
+    "break",
+    "scale",
+    "drain",
+    "wait",
+    "host",
+)
+
+
+def disturb(world, op, pick):
+    living = world.living()
+    one = living[pick % len(living)] if living else None
+    host = list(world.hosts)[pick % len(world.hosts)]
+    if world.roster.over is not None:
+        return
+    if op == "restart":
+        world.restart(0.1 + pick % 7)
+    elif op == "scale":
+        world.do(lambda r: r.scale(world.rules.least + pick % (world.rules.most - world.rules.least + 1), world.now))
+    elif op == "drain" and len(world.hosts) > 1 and host not in world.silent | world.dead:
+        world.do(lambda r: r.drain_host(host, world.now))
+    elif op == "silence":
+        world.silence(host)
+    elif op == "sound" and host in world.silent:
+        world.sound(host)
+    elif op == "host" and pick % 5 == 0:
+        world.lose_host(host)
+    elif op == "wait":
+        world.run(pick % 60 / 10)
+    elif one and op == "kill":
+        world.kill(one)
+    elif one and op in ("pause", "resume"):
+        one.paused = op == "pause"
+    elif one and op == "cut":
+        one.cut = True
+        world.hang_up(one)
+    elif one and op == "mend":
+        one.cut = False
+    elif one and op == "break" and one.line and one.view:
+        blamed = living[pick // 7 % len(living)].id
+        world.do(lambda r: r.broken(one.id, one.view.number, blamed, world.now))
+
+
+def well(world):
+    view = world.picture().view
+    here = {p.name for p in world.living() if p.formed and p.formed == view.number} if view else set()
+    waiting = any(m.state in ("starting", "lost") for m in world.picture().members)
+    return (
+        bool(here) and here == {(m.id, m.pid) for m in view.members} == {p.name for p in world.living()} and not waiting
+    )
+
+
+def calm(world):
+    """No more faults: who lives is well, and enough time passes."""
+    for host in list(world.silent):
+        world.sound(host)
+    for each in world.living():
+        each.paused = each.cut = False
+    for _ in range(24):
+        world.run(5)
+        if well(world):
+            break
+    living = world.living()
+    if world.roster.over is None:
+        view = world.picture().view
+        assert view is not None, "nobody has a view, and nobody was told so"
+        assert {(m.id, m.pid) for m in view.members} == {p.name for p in living}
+        assert all(p.formed == view.number for p in living)
+    else:
+        assert not any(p.line for p in living if p.host not in world.dead), "somebody waits although the run is over"
+    assert all(m.replaced <= world.rules.replacements for m in world.picture().members)
+
+
+def play(hosts, rules, story):
+    world = World(hosts, **rules)
+    world.run(1.0)
+    for op, pick in story:
+        disturb(world, op, pick)
+        world.run(pick % 11 / 10)
+    calm(world)
+    return world
+
+
+RULES = st.sampled_from([(1, 2, 3), (1, 4, 4), (2, 3, 4), (3, 4, 5), (1, 1, 1)]).map(
+    lambda sizes: dict(zip(("least", "target", "most"), sizes))
+)
+HOSTS = st.sampled_from([{"a": 4}, {"a": 2, "b": 2}, {"a": 1, "b": 4, "c": 1}])
+STORY = st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 1000)), max_size=12)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(hosts=HOSTS, rules=RULES, story=STORY)
+def test_whatever_happens_nobody_waits_for_ever(hosts, rules, story):
+    play(hosts, rules, story)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(hosts=HOSTS, rules=RULES, story=st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 1000)), max_size=40))
+def test_long_stories_end_well(hosts, rules, story):
+    play(hosts, rules | {"replacements": 20}, story)
+
+
+def word(roster, rng, number, now):
+    """Something that somebody might say, whether it makes sense or not."""
+    id, host = rng.randrange(4), rng.choice("ab")
+    member = Member(rank=id, host=host, pid=rng.randrange(3))
+    view = rng.randrange(max(1, number - 2), number + 1) if number else 0
+    events = [
+        (6, lambda: roster.arrive(id, member, rng.choice([0, view]), now)),
+        (2, lambda: roster.down(id, now)),
+        (4, lambda: roster.ready(id, view, now)),
+        (3, lambda: roster.broken(id, view, rng.randrange(-1, 4), now)),
+        (6, lambda: roster.formed(id, view, now)),
+        (1, lambda: roster.leave(id, rng.choice(["finished", "drained", "failed", "?"]), now)),
+        (2, lambda: roster.host(host, 2, rng.sample(range(4), 2), now)),
+        (3, lambda: roster.beat(host, [id], now)),
+        (1, lambda: roster.started(host, id, 5, now)),
+        (2, lambda: roster.ended(host, id, rng.choice([0, 1, -9]), now)),
+        (0.1, lambda: roster.drain_host(host, now)),
+        (1, lambda: roster.scale(rng.randrange(1, 5), now)),
+        (6, lambda: roster.tick(now)),
+    ]
+    with contextlib.suppress(ConfigError, Interrupted):
+        rng.choices([e for _, e in events], weights=[w for w, _ in events])[0]()
+
+
+def test_random_words_change_nothing_that_is_promised():
+    """Any order of any events, also those that no well-behaved member would send."""
+    rng = random.Random(5)
+    rules = Rules(least=1, target=2, most=4, settings=Settings(join_limit_s=5.0))
+    for _ in range(150):
+        roster, now, number, term = Roster(rules, 0.0), 0.0, 0, 1
+        for _ in range(60):
+            now += rng.random()
+            word(roster, rng, number, now)
+            for to, order in roster.take():
+                assert isinstance(to, str) == isinstance(order, Start | Stop | Over)
+                if isinstance(order, NewView) and order.view.number != number:
+                    assert order.view.number > number
+                    assert len({m.id for m in order.view.members}) == order.view.size > 0
+                    number = order.view.number
+            if rng.random() < 0.05:
+                roster, term = Roster.load(roster.dump(), rules, now), term + 1
+                assert roster.term == term
+        assert all(m.replaced <= 3 for m in roster.look(now, now).members)
