@@ -70,7 +70,7 @@ class Hosts:
         self.delay_ms = delay_ms
         self.ips = [f"{_NET}.{i + 1}" for i in range(count)]
         self._rates = rates
-        self._name = f"{_owner(os.getpid())}n{next(_numbers)}"
+        self._name = f"{owner(os.getpid())}n{next(_numbers)}"
         self._switch = f"{self._name}-sw"
         self._spaces = [f"{self._name}-{i}" for i in range(count)]
         self._programs: list[subprocess.Popen[Any]] = []
@@ -276,11 +276,11 @@ class Hosts:
     def _lose(self, source: int, target: int) -> None:
         """Lead what comes from one host, and would leave the switch towards another, to a cable that ends nowhere."""
         mac = relay.hardware_address(source).replace(":", "")
-        match = ("match", "u32", f"0x{mac[:8]}", "0xffffffff", "at", "-8")
-        match += ("match", "u16", f"0x{mac[8:]}", "0xffff", "at", "-4")
+        first = ("match", "u32", f"0x{mac[:8]}", "0xffffffff", "at", "-8")
+        rest = ("match", "u16", f"0x{mac[8:]}", "0xffff", "at", "-4")
         where = ("filter", "add", "dev", f"p{target}", "egress", "pref", str(source + 1), "protocol", "all", "u32")
         action = ("action", "mirred", "egress", "redirect", "dev", "void")
-        _run("tc", "-n", self._switch, *where, *match, *action)
+        _run("tc", "-n", self._switch, *where, *first, *rest, *action)
 
     def _start_guard(self) -> None:
         words = [self._name, str(self.count), str(self.delay_ms / 1e3)]
@@ -318,13 +318,13 @@ def clean() -> list[str]:
     left = []
     for line in _ip("netns", "list").splitlines():
         match = _NAME.match(line)
-        if match and _owner(int(match[2])) != match[1]:
+        if match and owner(int(match[2])) != match[1]:
             left.append(match[0])
     _remove(left)
     return left
 
 
-def _owner(pid: int) -> str:
+def owner(pid: int) -> str:
     """Which process, for a name that tells whether it still lives: its number and the time when it started."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
