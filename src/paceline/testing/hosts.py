@@ -154,6 +154,7 @@ class Hosts:
     def set_rate(self, host: int, rate: str | None) -> None:
         """Change the speed of a host's card, also while traffic flows."""
         bytes_per_s = bits_per_s(rate) / 8
+        self._rates[host] = rate
         for space, device in ((self._spaces[host], "eth0"), (self._switch, f"p{host}")):
             if rate is None:
                 _run("tc", "-n", space, "qdisc", "del", "dev", device, "root", check=False)
@@ -162,6 +163,10 @@ class Hosts:
             limit = int(max(50e-3 * bytes_per_s, 256e3))  # a switch's buffer of 50 ms
             bucket = ("tbf", "rate", f"{int(8 * bytes_per_s)}bit", "burst", str(burst), "limit", str(limit))
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *bucket)
+
+    def rate(self, host: int) -> str | None:
+        """The speed of a host's card."""
+        return self._rates[host]
 
     def cut(self, host: int) -> None:
         """Cut a host's cable; its programs go on."""
