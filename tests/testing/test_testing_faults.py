@@ -33,6 +33,9 @@ from pathlib import Path
 from paceline.core.status import Status
 rank = int(os.environ.get("PACELINE_RANK") or os.environ["HOSTS_RANK"])
 status = Status(Path(sys.argv[1]) / "status" / f"rank-{rank}")
+size = int(os.environ.get("PACELINE_SIZE") or os.environ.get("HOSTS_SIZE", "1"))
+while not all((Path(sys.argv[1]) / "status" / f"rank-{i}").exists() for i in range(size)):
+    time.sleep(0.01)
 last, longest = time.monotonic(), 0.0
 for step in range(1, int(sys.argv[2]) + 1):
     time.sleep(0.01)

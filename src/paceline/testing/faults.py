@@ -126,9 +126,9 @@ class Faults:
             while not self._stop.wait(_LOOK_S):
                 self.members.look()
                 now = time.monotonic()
-                due = [f for f in self.pending if self._due(f, now)]
-                steps = {f.step for f in due if f.step is not None}  # one of a step brings the others along
-                for fault in [f for f in self.pending if f in due or f.step in steps]:
+                # Faults of one step come at once: when the last of their targets has come so far.
+                early = {f.step for f in self.pending if f.step is not None and not self._due(f, now)}
+                for fault in [f for f in self.pending if f.step not in early and self._due(f, now)]:
                     self.injected.append(self._inject(fault))
                     self.pending.remove(fault)
                 for each in [u for u in self._undo if u[0] <= now]:
