@@ -91,10 +91,6 @@ class Written(msgspec.Struct, kw_only=True):
     def __str__(self) -> str:
         return f"member {self.member} (process {self.pid})"
 
-    def lived_past(self, place: int) -> bool:
-        """Whether it wrote anything after its line of this place."""
-        return place < len(self.steps) - 1 or self.end is not None
-
 
 def path(directory: Path, member: int, pid: int) -> Path:
     """Where a process writes."""
@@ -181,9 +177,9 @@ class _Check:
         )
 
     def _samples(self, when: str, counted: Counter[int], times: int) -> None:
-        known = {*range(self.samples), *counted}
-        lost = {n: times - counted[n] for n in known if counted[n] < times and n < self.samples}
-        over = {n: counted[n] - times for n in known if counted[n] > times}
+        due = dict.fromkeys(range(self.samples), times)
+        lost = {n: times - counted[n] for n in due if counted[n] < times}
+        over = {n: count - due.get(n, 0) for n, count in counted.items() if count > due.get(n, 0)}
         self.lost_samples += sum(lost.values())
         self.doubled_samples += sum(over.values())
         for what, numbers in (("were lost", lost), ("counted too often", over)):
@@ -203,42 +199,42 @@ def _together(written: Sequence[Written], check: _Check) -> None:
         return
     came_through = [w for w in written if w.end and w.steps] or [w for w in written if w.steps]
     top = max(w.steps[-1].step for w in came_through)
-    held: list[Place] = []  # of the step above
+    held: dict[int, list[Place]] = {}
     for step in range(top, min(at) - 1, -1):
         here = at.get(step, [])
-        if not here:
+        held[step] = _held(here, held.get(step + 1, []), came_through if step == top else []) if here else []
+    last = {id(w): -1 for w in written}  # of each process the last line that holds
+    for process, place in (each for places in held.values() for each in places):
+        last[id(process)] = max(last[id(process)], place)
+    for step in sorted({*at, *held}):
+        if step in at:
+            _one_step(step, held.get(step, []), check)
+            _left(step, at[step], held.get(step, []), last, check)
+        else:
             check.lost += 1
             check.tell(f"nobody committed step {step}, but somebody a later one")
-            held = []
-            continue
-        held = _held(step, here, held, came_through if step == top else [], check)
-        check.steps += 1
-        _one_step(step, here, held, check)
-    for step in sorted(s for s in at if s > top):  # after the end of those who came through
-        _left(step, at[step], [], check)
 
 
-def _held(step: int, here: list[Place], above: list[Place], last: list[Written], check: _Check) -> list[Place]:
+def _held(here: list[Place], above: list[Place], came_through: list[Written]) -> list[Place]:
     """The lines of a step on which those of the next one stand."""
     standing: list[Place] = []
     for process, place in above:
         before = [i for p, i in here if p is process and i < place]
         standing += [(process, before[-1])] if before else []
-    if last:
-        standing = [(p, i) for p, i in here if any(p is w for w in last) and i == len(p.steps) - 1]
+    if came_through:
+        standing = [(p, i) for p, i in here if any(p is w for w in came_through) and i == len(p.steps) - 1]
     if not standing:  # all came later, and were healed or resumed: what stood there when they came
         until = min((p.steps[i].at for p, i in above), default=float("inf"))
         earlier = [(p, i) for p, i in here if p.steps[i].at <= until] or here
         standing = [max(earlier, key=lambda place: place[0].steps[place[1]].at)]
-    digests = Counter(p.steps[i].weights for p, i in standing)
-    if len(digests) > 1:
-        check.unlike += 1
-        check.tell(f"after step {step} members stood on different weights: {_names(standing)}")
-    digest = digests.most_common(1)[0][0]
+    digest = Counter(p.steps[i].weights for p, i in standing).most_common(1)[0][0]
     return [(p, i) for p, i in here if p.steps[i].weights == digest]
 
 
-def _one_step(step: int, here: list[Place], held: list[Place], check: _Check) -> None:
+def _one_step(step: int, held: list[Place], check: _Check) -> None:
+    if not held:  # nobody who came through stands on it
+        return
+    check.steps += 1
     lines = [p.steps[i] for p, i in held]
     gave: dict[int, set[tuple[int, ...]]] = {}
     for (process, _), line in zip(held, lines):
@@ -252,20 +248,19 @@ def _one_step(step: int, here: list[Place], held: list[Place], check: _Check) ->
     if counted is None:
         counted = tuple(n for each in gave.values() for samples in each for n in samples)
     check.count(lines[0].epoch, counted)
-    _left(step, here, held, check)
 
 
-def _left(step: int, here: list[Place], held: list[Place], check: _Check) -> None:
+def _left(step: int, here: list[Place], held: list[Place], last: dict[int, int], check: _Check) -> None:
     """Lines of a step that do not hold: no fault where all of their writers ended with them."""
     left = [(p, i) for p, i in here if not any(p is q and i == j for q, j in held)]
-    living = [(p, i) for p, i in left if p.lived_past(i)]
+    living = [(p, i) for p, i in left if p.end or last[id(p)] > i]
     undone = [(p, i) for p, i in living if any(p is q and i < j for q, j in held)]
     if undone:
         check.lost += 1
         check.tell(f"step {step} was committed and undone later: {_names(undone)}")
     elif living:
         check.unlike += 1
-        check.tell(f"after step {step} the weights differed from the others': {_names(living)}")
+        check.tell(f"after step {step} weights differed: {_names([*held[:1], *living])}")
     elif left:
         check.replaced += 1
 
