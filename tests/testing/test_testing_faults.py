@@ -40,6 +40,8 @@ last, longest = time.monotonic(), 0.0
 for step in range(1, int(sys.argv[2]) + 1):
     time.sleep(0.01)
     status.at(step, 0)
+    if step == 30:
+        status.set("saving things")
     now = time.monotonic()
     last, longest = now, max(longest, now - last)
 print("done", longest, time.time(), flush=True)
@@ -107,6 +109,16 @@ def test_a_time_instead_of_a_step(start: Callable[..., Running]) -> None:
             injected = faults.wait(10.0)
         assert [i.monotonic - began >= i.fault.at_s - 0.05 for i in injected if i.fault.at_s] == [True, True]
         assert [f.code for f in ended(running)] == [-9, -9]
+
+
+def test_a_moment_within_a_step_and_what_a_member_does(start: Callable[..., Running]) -> None:
+    plan = FaultPlan().pause(member=1, step=10, for_s=0.0).kill(member=0, step=10, after_s=0.1)
+    plan = plan.kill(member=1, step=5, doing="saving", after_s=0.01)
+    with start(2) as running, Faults(plan, running) as faults:
+        assert [f.code for f in ended(running)] == [-9, -9]
+    at_once, later, saving = faults.injected
+    assert later.monotonic - at_once.monotonic >= 0.1
+    assert saving.step >= 30  # where it saves
 
 
 def test_a_step_that_never_comes_is_left_and_said(start: Callable[..., Running]) -> None:

@@ -14,9 +14,12 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
+from paceline.launch.local import Local
+from paceline.launch.spec import JobSpec
 from paceline.testing import train_counted
 from paceline.testing.cluster import Cluster
 from paceline.testing.counted import Counted, _counted
+from paceline.testing.faults import FaultPlan, Faults
 from paceline.testing.ledger import Begin, End, Findings, Ledger, Step, Written, path
 
 BEGIN = Begin(samples=24, epochs=2)
@@ -289,3 +292,30 @@ def test_a_real_run_is_clean_and_is_not_when_a_line_is_taken_away(strategy: str,
         assert first.end is not None
         assert first.end.totals == (2,) * 101
         assert second.end == first.end
+
+
+@pytest.mark.slow
+def test_a_real_run_that_loses_a_worker_is_clean(tmp_path: Path) -> None:
+    """With server processes the others get the batches of the dead, and no push counts twice."""
+
+    class Quiet:
+        def line(self, rank: int, stream: str, text: str) -> None: ...
+        def raw(self, data: bytes) -> None: ...
+
+    spec = JobSpec(
+        script=train_counted.__file__,
+        args=("--ledger", str(tmp_path / "book"), "--step-s", "0.002"),
+        num_members=3,
+        num_servers=1,
+        forgives=True,
+        settings=Settings(root=str(tmp_path), name="run", strategy="async"),
+        threads=1,
+    )
+    job = Local(Quiet()).start(spec)
+    with Faults(FaultPlan().pause(member=2, step=5, for_s=0.2).kill(member=1, step=10, after_s=0.005), job) as faults:
+        outcome = job.wait(60.0)
+    assert outcome is not None
+    assert [e.code for e in outcome.ended] == [0, -9, 0, 0]
+    assert [i.missed for i in faults.injected] == ["", ""]
+    told = Ledger.read(tmp_path / "book").check()
+    assert told.clean, told

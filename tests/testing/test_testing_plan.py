@@ -12,7 +12,7 @@ from paceline.testing.plan import KINDS, FaultPlan
 EVERYTHING = (
     FaultPlan()
     .kill(member=2, step=7)
-    .kill("scheduler", step=7)
+    .kill("scheduler", step=7, doing="checkpointing", after_s=0.1)
     .kill("host 1", at_s=2.5, signal="TERM")
     .pause(member="first", step=9, for_s=2)
     .partition((0, 2), step=1, for_s=0.5, way="out")

@@ -86,6 +86,7 @@ class Faults:
         self._rates = [hosts.rate(i) for i in range(hosts.count)] if hosts else []
         self._first = first or (lambda: self.members.first)
         self._undo: list[tuple[float, Callable[[], object]]] = []
+        self._since: dict[int, float] = {}  # when a fault's moment had come, by its id()
         self._error: BaseException | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-faults", daemon=True)
@@ -126,9 +127,7 @@ class Faults:
             while not self._stop.wait(_LOOK_S):
                 self.members.look()
                 now = time.monotonic()
-                # Faults of one step come at once: when the last of their targets has come so far.
-                early = {f.step for f in self.pending if f.step is not None and not self._due(f, now)}
-                for fault in [f for f in self.pending if f.step not in early and self._due(f, now)]:
+                for fault in self._due(now):
                     self.injected.append(self._inject(fault))
                     self.pending.remove(fault)
                 for each in [u for u in self._undo if u[0] <= now]:
@@ -137,10 +136,24 @@ class Faults:
         except BaseException as error:  # raised where the `with` ends
             self._error = error
 
-    def _due(self, fault: Fault, now: float) -> bool:
-        if fault.step is None:
-            return now - self._began >= (fault.at_s or 0.0)
-        return self._step(fault) >= fault.step
+    def _due(self, now: float) -> list[Fault]:
+        # Faults of one step come at once: when the last of their targets has come so far.
+        early = {f.step for f in self.pending if f.step is not None and self._step(f) < f.step}
+        due = []
+        for fault in self.pending:
+            if id(fault) not in self._since:
+                if fault.step in early or now - self._began < (fault.at_s or 0.0) or not self._does(fault):
+                    continue
+                self._since[id(fault)] = now
+            if now - self._since[id(fault)] >= fault.after_s:
+                due.append(fault)
+        return due
+
+    def _does(self, fault: Fault) -> bool:
+        """Whether the member at which it is aimed, or anybody that lives, does what the fault waits for."""
+        member = self._member(getattr(fault, "target", ""))
+        living = [member] if member is not None else self.members.alive
+        return not fault.doing or any(fault.doing in self.members.doing.get(m, "") for m in living)
 
     def _step(self, fault: Fault) -> int:
         """How far the member has come that it is aimed at; where it is aimed at none, or at a dead one, anybody."""

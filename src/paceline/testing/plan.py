@@ -7,7 +7,8 @@
     True
 
 A plan does nothing by itself: `Faults` (testing/faults.py) carries it out. `step=7` means as soon as seven steps are
-seen to be done, `at_s=7` seven seconds after the start; several faults at the same step happen at once.
+seen to be done, `at_s=7` seven seconds after the start; several faults at the same step happen at once. `doing` waits
+until a member's status has a word in it, such as "checkpointing", and `after_s` so much longer.
 
 Targets are words: "member 2", "first" (whoever has rank 0), "scheduler", "agent 0", "server 0", "host 1" (all that runs
 there). `member=2` and `member="first"` are short for two of them.
@@ -19,7 +20,7 @@ import re
 import signal as signals
 from collections.abc import Iterable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
@@ -33,6 +34,17 @@ KINDS = ("kill", "pause", "partition", "slow", "reset", "corrupt", "fill_disk", 
 class _Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
     step: int | None = None
     at_s: float | None = None
+    doing: str = ""
+    after_s: float = 0.0
+
+
+class When(TypedDict, total=False):
+    """At which moment; what is left out does not matter."""
+
+    step: int | None  # as soon as so many steps are done
+    at_s: float | None  # seconds after the start
+    doing: str  # as soon as the member, or anybody, says in its status that it does this, such as "checkpointing"
+    after_s: float  # seconds after all that
 
 
 class Kill(_Fault, frozen=True, kw_only=True, tag="kill"):
@@ -120,14 +132,13 @@ class FaultPlan:
         *,
         member: int | str | None = None,
         signal: str = "KILL",
-        step: int | None = None,
-        at_s: float | None = None,
+        **when: Unpack[When],
     ) -> FaultPlan:
         """Send a signal: "KILL" ends it at once, "TERM" asks it to leave, as a host that is taken away does."""
         if f"SIG{signal}" not in signals.Signals.__members__:
             known = [name.removeprefix("SIG") for name in signals.Signals.__members__]
             raise ConfigError(f"signal={signal!r}: {nearest(signal, known)}")
-        return self._with(Kill(target=_target(target, member), signal=signal, step=step, at_s=at_s))
+        return self._with(Kill(target=_target(target, member), signal=signal, **when))
 
     def pause(
         self,
@@ -135,11 +146,10 @@ class FaultPlan:
         *,
         member: int | str | None = None,
         for_s: float,
-        step: int | None = None,
-        at_s: float | None = None,
+        **when: Unpack[When],
     ) -> FaultPlan:
         """Stop it (SIGSTOP), and let it go on after a while: it may find that the others went on without it."""
-        return self._with(Pause(target=_target(target, member), for_s=for_s, step=step, at_s=at_s))
+        return self._with(Pause(target=_target(target, member), for_s=for_s, **when))
 
     def partition(
         self,
@@ -147,24 +157,21 @@ class FaultPlan:
         *,
         for_s: float,
         way: Way = "both",
-        step: int | None = None,
-        at_s: float | None = None,
+        **when: Unpack[When],
     ) -> FaultPlan:
         """Part these hosts from all others; "out": only what they send is lost, "in": only what is sent to them."""
         if way not in ("both", "out", "in"):
             raise ConfigError(f"way={way!r}: {nearest(way, ('both', 'out', 'in'))}")
-        return self._with(Partition(hosts=tuple(hosts), way=way, for_s=for_s, step=step, at_s=at_s))
+        return self._with(Partition(hosts=tuple(hosts), way=way, for_s=for_s, **when))
 
-    def slow(
-        self, host: int, rate: str, *, for_s: float, step: int | None = None, at_s: float | None = None
-    ) -> FaultPlan:
+    def slow(self, host: int, rate: str, *, for_s: float, **when: Unpack[When]) -> FaultPlan:
         """Give a host's card another speed for a while, such as "1mbit"."""
         bits_per_s(rate)
-        return self._with(Slow(host=host, rate=rate, for_s=for_s, step=step, at_s=at_s))
+        return self._with(Slow(host=host, rate=rate, for_s=for_s, **when))
 
-    def reset(self, host: int, *, step: int | None = None, at_s: float | None = None) -> FaultPlan:
+    def reset(self, host: int, **when: Unpack[When]) -> FaultPlan:
         """End all connections of a host with others."""
-        return self._with(Reset(host=host, step=step, at_s=at_s))
+        return self._with(Reset(host=host, **when))
 
     def corrupt(
         self,
@@ -172,16 +179,15 @@ class FaultPlan:
         *,
         member: int | str | None = None,
         after_bytes: int = 0,
-        step: int | None = None,
-        at_s: float | None = None,
+        **when: Unpack[When],
     ) -> FaultPlan:
         """Flip a byte in what the host of a member sends, after so many more bytes; no checksum of TCP notices."""
-        fault = Corrupt(target=_target(target, member), after_bytes=after_bytes, step=step, at_s=at_s)
+        fault = Corrupt(target=_target(target, member), after_bytes=after_bytes, **when)
         return self._with(fault)
 
-    def fill_disk(self, *, for_s: float, step: int | None = None, at_s: float | None = None) -> FaultPlan:
+    def fill_disk(self, *, for_s: float, **when: Unpack[When]) -> FaultPlan:
         """Leave no room on the run directory's disk for a while (`SmallDisk`)."""
-        return self._with(FillDisk(for_s=for_s, step=step, at_s=at_s))
+        return self._with(FillDisk(for_s=for_s, **when))
 
     def jump_clock(
         self,
@@ -189,12 +195,11 @@ class FaultPlan:
         target: str = "all",
         *,
         member: int | str | None = None,
-        step: int | None = None,
-        at_s: float | None = None,
+        **when: Unpack[When],
     ) -> FaultPlan:
         """Let time.time() jump, forward or back, on a member or on all; time.monotonic() goes on (`Clocks`)."""
         word = _target(target if target != "all" else "", member) if target != "all" or member is not None else "all"
-        return self._with(JumpClock(by_s=by_s, target=word, step=step, at_s=at_s))
+        return self._with(JumpClock(by_s=by_s, target=word, **when))
 
     # ---- at random
 
@@ -234,24 +239,25 @@ class FaultPlan:
     def _draw(self, dice: Random, kind: str, step: int, members: int, hosts: int) -> FaultPlan:
         member, host = dice.randrange(members), dice.randrange(max(hosts, 1))
         for_s = round(dice.uniform(0.2, 2.0), 2)
+        when: When = {"step": step, "after_s": round(dice.uniform(0.0, 0.05), 3)}  # anywhere in a step
         match kind:
             case "kill":
-                return self.kill(member=member, step=step)
+                return self.kill(member=member, **when)
             case "pause":
-                return self.pause(member=member, step=step, for_s=for_s)
+                return self.pause(member=member, for_s=for_s, **when)
             case "partition":
                 ways: tuple[Way, ...] = ("both", "both", "out", "in")
-                return self.partition([host], step=step, for_s=for_s, way=dice.choice(ways))
+                return self.partition([host], for_s=for_s, way=dice.choice(ways), **when)
             case "slow":
-                return self.slow(host, dice.choice(("1mbit", "10mbit", "100mbit")), step=step, for_s=for_s)
+                return self.slow(host, dice.choice(("1mbit", "10mbit", "100mbit")), for_s=for_s, **when)
             case "reset":
-                return self.reset(host, step=step)
+                return self.reset(host, **when)
             case "corrupt":
-                return self.corrupt(member=member, step=step, after_bytes=dice.randrange(1_000_000))
+                return self.corrupt(member=member, after_bytes=dice.randrange(1_000_000), **when)
             case "fill_disk":
-                return self.fill_disk(step=step, for_s=for_s)
+                return self.fill_disk(for_s=for_s, **when)
             case _:
-                return self.jump_clock(dice.choice((-3600.0, -5.0, 5.0, 3600.0)), member=member, step=step)
+                return self.jump_clock(dice.choice((-3600.0, -5.0, 5.0, 3600.0)), member=member, **when)
 
     # ---- written down
 
@@ -294,7 +300,7 @@ class FaultPlan:
     def _with(self, fault: Fault) -> FaultPlan:
         if fault.step is not None and fault.at_s is not None:
             raise ConfigError(f"step={fault.step}, at_s={fault.at_s}: a fault comes at a step or at a time, not both")
-        times = {name: getattr(fault, name, None) for name in ("step", "at_s", "for_s", "after_bytes")}
+        times = {name: getattr(fault, name, None) for name in ("step", "at_s", "for_s", "after_s", "after_bytes")}
         for name, value in times.items():
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name}={value}: must be 0 or more")
@@ -329,6 +335,17 @@ def _call(fault: Fault) -> str:
             words.append(f"member={number}" if number != value else repr(value))
         else:
             words.append(f"{field.name}={value!r}")
-    places = {"target": 0, "member": 0, "hosts": 0, "host": 0, "rate": 1, "by_s": 0, "step": 2, "at_s": 2}
+    places = {
+        "target": 0,
+        "member": 0,
+        "hosts": 0,
+        "host": 0,
+        "rate": 1,
+        "by_s": 0,
+        "step": 2,
+        "at_s": 2,
+        "doing": 2,
+        "after_s": 2,
+    }
     words.sort(key=lambda word: places.get(word.partition("=")[0], -1 if "=" not in word else 3))
     return f".{kind}({', '.join(words)})"

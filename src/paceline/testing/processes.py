@@ -54,6 +54,7 @@ class Members:
         self._dir = directory / "status"
         self._seen: dict[int, Process] = {}  # who wrote last
         self.steps: dict[int, int] = {}  # done, by member
+        self.doing: dict[int, str] = {}
 
     def look(self) -> None:
         """Read what has changed. Files of the dead are left alone: one killed while writing would hold us up."""
@@ -72,7 +73,7 @@ class Members:
             doing = status.read(path, member)
             if doing is None:
                 continue
-            self.steps[member] = doing.step
+            self.steps[member], self.doing[member] = doing.step, doing.what
             if before is None or before.pid != doing.pid:
                 process = Process.of(doing.pid, member=True)
                 if process:
