@@ -66,7 +66,7 @@ def pairs(*groups: str) -> set[tuple[int, int]]:
 
 
 @needs_hosts
-@pytest.mark.parametrize("delay_ms", [0, 0.1])
+@pytest.mark.parametrize("delay_ms", [0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_groups_are_parted_both_ways_or_one_way_and_healed(delay_ms: float) -> None:
     with Hosts(3, delay_ms=delay_ms) as hosts:
         ears = Ears(hosts)
