@@ -204,7 +204,8 @@ class Hosts:
         _run("ip", "netns", "exec", self._spaces[host], "ss", "-K", "-t", "-H", "dst", f"{_NET}.0/24")
 
     def corrupt(self, host: int, after_bytes: int = 0) -> None:
-        """Flip one byte in what a host sends by TCP, after so many more bytes. No checksum below TLS notices.
+        """Flip one byte in what a host sends by TCP, after so many more bytes, those sent again included. No checksum
+        below TLS notices.
 
         Only with a delay, where frames pass through a process of ours.
         """
