@@ -7,6 +7,9 @@ Programs on a host see one card, eth0, and only the other hosts. A token bucket 
 gives the card its speed each way. Nothing in the machine's own network is touched. With a delay, the switch
 is a process of ours (`relay`), since the kernel's own delay is often missing; without one it is a bridge.
 
+Links can be broken while programs run: `cut` and `restore` a cable, `partition` groups of hosts and `heal` them,
+`set_rate`, `reset` connections, `corrupt` a byte.
+
 Needs root and iproute2. Whatever happens, nothing stays: a guard process, at the other end of a pipe, takes
 the hosts down when the owner ends in any way; should both be killed, the next `Hosts` cleans up after them.
 """
@@ -23,19 +26,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from paceline.core.errors import ConfigError, PacelineError, TimedOut
+from paceline.core.errors import ConfigError, PacelineError, TimedOut, nearest
 from paceline.testing import relay
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _NAME = re.compile(r"(pace(\d+)x\d+)n\d+-(\d+|sw)\b")
 _numbers = itertools.count()
 _COMMAND_LIMIT_S = 30.0
+_NET = "10.77.0"
+
+Way = Literal["both", "out", "in"]
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -62,13 +68,14 @@ class Hosts:
             bits_per_s(each)
         self.count = count
         self.delay_ms = delay_ms
-        self.ips = [f"10.77.0.{i + 1}" for i in range(count)]
+        self.ips = [f"{_NET}.{i + 1}" for i in range(count)]
         self._rates = rates
-        self._name = f"{_owner(os.getpid())}n{next(_numbers)}"
+        self._name = f"{owner(os.getpid())}n{next(_numbers)}"
         self._switch = f"{self._name}-sw"
         self._spaces = [f"{self._name}-{i}" for i in range(count)]
         self._programs: list[subprocess.Popen[Any]] = []
         self._guard: subprocess.Popen[str] | None = None
+        self._parted: set[tuple[int, int]] = set()  # (from, to) whose frames are lost
 
     @staticmethod
     def missing(delay: bool = False) -> str:
@@ -147,6 +154,7 @@ class Hosts:
     def set_rate(self, host: int, rate: str | None) -> None:
         """Change the speed of a host's card, also while traffic flows."""
         bytes_per_s = bits_per_s(rate) / 8
+        self._rates[host] = rate
         for space, device in ((self._spaces[host], "eth0"), (self._switch, f"p{host}")):
             if rate is None:
                 _run("tc", "-n", space, "qdisc", "del", "dev", device, "root", check=False)
@@ -156,6 +164,10 @@ class Hosts:
             bucket = ("tbf", "rate", f"{int(8 * bytes_per_s)}bit", "burst", str(burst), "limit", str(limit))
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *bucket)
 
+    def rate(self, host: int) -> str | None:
+        """The speed of a host's card."""
+        return self._rates[host]
+
     def cut(self, host: int) -> None:
         """Cut a host's cable; its programs go on."""
         _ip("-n", self._switch, "link", "set", f"p{host}", "down")
@@ -163,8 +175,58 @@ class Hosts:
     def restore(self, host: int) -> None:
         _ip("-n", self._switch, "link", "set", f"p{host}", "up")
 
-    def kill(self) -> None:
-        """Kill every program on the hosts."""
+    def partition(self, hosts: Iterable[int], others: Iterable[int] | None = None, way: Way = "both") -> None:
+        """Lose all frames between `hosts` and `others` (default: all the rest); the cables stay up.
+
+        `way`: "both"; "out" loses only what `hosts` send to the others; "in" only what the others send to them.
+        """
+        ways: dict[str, tuple[bool, bool]] = {"both": (True, True), "out": (True, False), "in": (False, True)}
+        if way not in ways:
+            raise ConfigError(f"way={way!r}: {nearest(way, ways)}")
+        these, those = self._sides(hosts, others)
+        goes, comes = ways[way]
+        pairs = {(i, j) for i in these for j in those if goes} | {(j, i) for i in these for j in those if comes}
+        for pair in sorted(pairs - self._parted):
+            self._lose(*pair)
+            self._parted.add(pair)
+
+    def heal(self, hosts: Iterable[int] | None = None, others: Iterable[int] | None = None) -> None:
+        """End partitions, those between `hosts` and `others` or all; what `cut` has cut stays cut."""
+        these, those = self._sides(range(self.count) if hosts is None else hosts, others)
+        for i, j in sorted(self._parted):
+            if hosts is None or (i in these and j in those) or (j in these and i in those):
+                tc = ("tc", "-n", self._switch, "filter", "del", "dev", f"p{j}", "egress", "pref", str(i + 1))
+                _run(*tc, "protocol", "all", check=False)
+                self._parted.discard((i, j))
+
+    def reset(self, host: int) -> None:
+        """End every TCP connection that a host has with others: there with ECONNABORTED, here with ECONNRESET."""
+        _run("ip", "netns", "exec", self._spaces[host], "ss", "-K", "-t", "-H", "dst", f"{_NET}.0/24")
+
+    def corrupt(self, host: int, after_bytes: int = 0) -> None:
+        """Flip one byte in what a host sends by TCP, after so many more bytes, those sent again included. No checksum
+        below TLS notices.
+
+        Only with a delay, where frames pass through a process of ours.
+        """
+        if not self.delay_ms:
+            raise ConfigError("delay_ms=0: the kernel's bridge corrupts nothing; give a delay, such as delay_ms=0.1")
+        if not 0 <= host < self.count or after_bytes < 0:
+            raise ConfigError(f"corrupt({host}, {after_bytes}): there are {self.count} hosts, and bytes are 0 or more")
+        assert self._guard is not None
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(f"{host} {after_bytes}\n")
+        self._guard.stdin.flush()
+
+    def pids(self, host: int) -> list[int]:
+        """Of everything that runs on a host."""
+        return [int(pid) for pid in _ip("netns", "pids", self._spaces[host]).split()]
+
+    def kill(self, host: int | None = None) -> None:
+        """Kill every program on a host, or on all; nothing is told to the others but by the kernel."""
+        if host is not None:
+            _kill_all(self._spaces[host])
+            return
         for space in self._spaces:
             _kill_all(space)
         for program in self._programs:
@@ -202,6 +264,29 @@ class Hosts:
             _ip("-n", self._switch, "link", "set", "br0", "up")
             for i in range(self.count):
                 _ip("-n", self._switch, "link", "set", f"p{i}", "master", "br0")
+                _run("tc", "-n", self._switch, "qdisc", "add", "dev", f"p{i}", "clsact")
+        _ip("-n", self._switch, "link", "add", "void", "type", "veth", "peer", "name", "nowhere")
+        for device in ("void", "nowhere"):
+            _ip("-n", self._switch, "link", "set", device, "addrgenmode", "none", "up")
+
+    def _sides(self, hosts: Iterable[int], others: Iterable[int] | None) -> tuple[set[int], set[int]]:
+        these = set(hosts)
+        those = set(range(self.count)) - these if others is None else set(others)
+        if these & those or not these | those <= set(range(self.count)):
+            raise ConfigError(
+                f"hosts={sorted(these)}, others={sorted(those)}: give two groups of hosts 0 to {self.count - 1}, "
+                "with none in both"
+            )
+        return these, those
+
+    def _lose(self, source: int, target: int) -> None:
+        """Lead what comes from one host, and would leave the switch towards another, to a cable that ends nowhere."""
+        mac = relay.hardware_address(source).replace(":", "")
+        first = ("match", "u32", f"0x{mac[:8]}", "0xffffffff", "at", "-8")
+        rest = ("match", "u16", f"0x{mac[8:]}", "0xffff", "at", "-4")
+        where = ("filter", "add", "dev", f"p{target}", "egress", "pref", str(source + 1), "protocol", "all", "u32")
+        action = ("action", "mirred", "egress", "redirect", "dev", "void")
+        _run("tc", "-n", self._switch, *where, *first, *rest, *action)
 
     def _start_guard(self) -> None:
         words = [self._name, str(self.count), str(self.delay_ms / 1e3)]
@@ -215,7 +300,7 @@ class Hosts:
     def _redirect(self, source: str, target: str) -> None:
         """Let everything that comes into one device of the switch leave by another."""
         tc = ("tc", "-n", self._switch)
-        _run(*tc, "qdisc", "add", "dev", source, "ingress")
+        _run(*tc, "qdisc", "add", "dev", source, "clsact")
         everything = ("protocol", "all", "u32", "match", "u32", "0", "0")
         action = ("action", "mirred", "egress", "redirect", "dev", target)
         _run(*tc, "filter", "add", "dev", source, "ingress", *everything, *action)
@@ -239,13 +324,13 @@ def clean() -> list[str]:
     left = []
     for line in _ip("netns", "list").splitlines():
         match = _NAME.match(line)
-        if match and _owner(int(match[2])) != match[1]:
+        if match and owner(int(match[2])) != match[1]:
             left.append(match[0])
     _remove(left)
     return left
 
 
-def _owner(pid: int) -> str:
+def owner(pid: int) -> str:
     """Which process, for a name that tells whether it still lives: its number and the time when it started."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -290,7 +375,7 @@ def _guard(name: str, count: int, delay_s: float) -> None:
         with contextlib.suppress(OSError):  # a network does not slow down because programs compute
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     print("ready", flush=True)
-    relay.carry(taps, delay_s, ended=lambda: not os.read(0, 1), wake=0)
+    relay.carry(taps, delay_s, orders=relay.Orders(0))
     _remove([f"{name}-{i}" for i in range(count)])
     _ip("netns", "del", f"{name}-sw", check=False)  # nothing runs there but this
 

@@ -1,0 +1,50 @@
+"""A small training whose steps and samples are written into a ledger: the script of fault tests.
+
+paceline run -n 3 -m paceline.testing.train_counted --ledger LEDGER
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.testing.counted import Book, Counted, Numbered
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ledger", type=Path, required=True, help="directory, on a disk that outlives the faults")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=480)
+    parser.add_argument("--batch-size", type=int, default=8, help="per member")
+    parser.add_argument("--step-s", type=float, default=0.0, help="least seconds that a step takes")
+    options = parser.parse_args()
+
+    run = paceline.join()
+    torch.manual_seed(run.seed)
+    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    model = Counted(net, options.samples).to(run.device)
+    optimizer = torch.optim.SGD(model.groups(momentum=0.9), lr=0.05)
+    optimizer = run.optimizer(optimizer, model)
+    loader = run.loader(Numbered(options.samples), batch_size=options.batch_size)
+    book = Book(run, model, loader, options.epochs, options.ledger)
+
+    for _ in run.epochs(options.epochs):
+        for x, y, numbers in loader:
+            time.sleep(options.step_s)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) + model.count(numbers)
+            loss.backward()  # type: ignore[no-untyped-call]
+            book.step(optimizer, numbers)
+            run.log(loss=loss)
+    book.end()
+
+
+if __name__ == "__main__":
+    main()
