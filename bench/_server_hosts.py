@@ -24,7 +24,7 @@ from bench.harness import Figure, Report, compare, interleave
 from bench.team import Team, serve
 from paceline.core.status import Status
 from paceline.core.view import Member, View
-from paceline.launch.local import HUGE_PAGES
+from paceline.launch.plan import HUGE_PAGES
 from paceline.server import messages
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect, pair

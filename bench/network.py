@@ -27,7 +27,7 @@ from bench import _network_accuracy as accuracy
 from bench import _network_worker as worker
 from bench.harness import Figure, Report, arguments, compare, middle, short
 from bench.team import Team, serve
-from paceline.launch.local import HUGE_PAGES
+from paceline.launch.plan import HUGE_PAGES
 from paceline.testing.hosts import Hosts
 
 SIZE = 4

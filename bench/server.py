@@ -37,7 +37,7 @@ from bench import _server_hosts
 from bench.harness import Figure, Report, arguments, compare, interleave
 from bench.team import Team, serve
 from bench.workers import wires
-from paceline.launch.local import HUGE_PAGES
+from paceline.launch.plan import HUGE_PAGES
 from paceline.server import messages
 from paceline.server.client import Client, Table
 from paceline.server.connection import connect

@@ -66,7 +66,7 @@ class Team:
         has large blocks put into huge pages: peers in these processes have the same.
         Gloo can always be started by `bench.workers.gloo()`, through a file in the team's folder.
         """
-        from paceline.launch.local import HUGE_PAGES
+        from paceline.launch.plan import HUGE_PAGES
 
         command = [sys.executable, "-m", module, "--worker"]
         base = {

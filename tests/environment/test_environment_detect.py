@@ -23,6 +23,7 @@ OURS = ours.variables(
         token="secret",
     )
 )
+ELASTIC = {k: v for k, v in OURS.items() if k != "PACELINE_RENDEZVOUS"} | {"PACELINE_SCHEDULER": "10.0.0.1:2941"}
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -66,9 +67,16 @@ def test_our_launcher_wins_over_torchrun():
     assert detect(TORCHRUN | OURS).kind == "paceline"
 
 
-@pytest.mark.parametrize("variables", [OURS, TORCHRUN], ids=["paceline", "torchrun"])
+def test_where_members_come_and_go_they_meet_at_the_scheduler():
+    place = detect(ELASTIC)
+    assert (place.kind, place.rank, place.size) == ("paceline", 1, 4)
+    assert (place.scheduler, place.rendezvous) == ("10.0.0.1:2941", "")
+    assert ours.variables(place) == ELASTIC
+
+
+@pytest.mark.parametrize("variables", [OURS, ELASTIC, TORCHRUN], ids=["paceline", "elastic", "torchrun"])
 def test_a_missing_variable_is_named(variables):
-    for missing in variables:
+    for missing in variables.keys() - {"PACELINE_SCHEDULER"}:  # without it, a rendezvous is what is missing
         rest = {k: v for k, v in variables.items() if k != missing}
         with pytest.raises(ConfigError, match=rf"^{missing} is not set .*unset them all to run it alone"):
             detect(rest)
@@ -90,6 +98,19 @@ def test_a_missing_variable_is_named(variables):
 def test_bad_values_of_ours(change, message):
     with pytest.raises(ConfigError, match=message):
         detect(OURS | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"PACELINE_SCHEDULER": "nowhere"}, "PACELINE_SCHEDULER='nowhere' must be an address and a port"),
+        ({"PACELINE_RENDEZVOUS": "127.0.0.1:2940"}, "PACELINE_RENDEZVOUS='127.0.0.1:2940' and PACELINE_SCHEDULER="),
+        ({"PACELINE_SERVERS": "1"}, "PACELINE_SERVERS=1 contradicts PACELINE_SCHEDULER='10.0.0.1:2941'"),
+    ],
+)
+def test_bad_values_of_an_elastic_run(change, message):
+    with pytest.raises(ConfigError, match=message):
+        detect(ELASTIC | change)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.launch import beforehand, cores, names, record, script
-from paceline.launch.local import plan
+from paceline.launch.plan import plan
 from paceline.launch.spec import JobSpec
 
 

@@ -10,6 +10,7 @@ from paceline.core.errors import PacelineError, nearest
 COMMANDS = {
     "run": "train a script on several members",
     "status": "what each member of a run is doing or waiting for",
+    "scale": "let an elastic run have more members, or fewer",
     "doctor": "check this machine, and what that means for a run",
 }
 _HELP = """\
@@ -19,6 +20,7 @@ usage: paceline COMMAND …
 
   paceline run -n 2 train.py --lr 0.1    two members here; what follows the script belongs to the script
   paceline status                        what the newest run does, member by member
+  paceline scale big 3                   three members from now on, in a run of -n 2:4
   paceline doctor                        cores, memory, torch, GPUs, and how many members to start
 
 `paceline COMMAND --help` says more about each; `paceline --version` says which version this is.

@@ -60,6 +60,13 @@ def lost(rank: int, how: str) -> str:
     return f"member {rank} was lost ({how}); the others go on, its batches are dealt to them"
 
 
+def lost_on_the_way(lost: list[Ended], logs: dict[int, Path]) -> str:
+    """What to say at the end of an elastic run that finished all the same."""
+    count = "a member was lost" if len(lost) == 1 else f"members were lost {len(lost)} times"
+    who = "; ".join(f"{e.rank}: {how(e.code)} ({logs[e.rank]})" for e in sorted(lost, key=lambda e: e.at))
+    return f"{count} on the way, and the run finished: {who}"
+
+
 def stopped(number: int, directory: Path, again: list[str]) -> str:
     """What to say about a run that was told to stop."""
     why = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "the terminal's closing"}.get(

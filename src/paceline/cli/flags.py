@@ -9,7 +9,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings
@@ -54,6 +54,35 @@ def seconds(least: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+class Size(NamedTuple):
+    """How many members: N, or MIN:MAX where they may come and go."""
+
+    least: int
+    most: int
+    elastic: bool
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}" if self.elastic else str(self.most)
+
+
+def size(text: str) -> Size:
+    """
+    >>> str(size("4")), str(size("2:4"))
+    ('4', '2:4')
+    """
+    if ":" not in text:
+        return Size(whole(1)(text), whole(1)(text), False)
+    try:
+        least, most = (int(part) for part in text.split(":"))
+    except ValueError:
+        least = most = 0
+    if least < 1 or most < 1:
+        raise ConfigError(f"{text!r} is not MIN:MAX in whole numbers of at least 1, such as 2:4")
+    if least > most:
+        raise ConfigError(f"{text!r} has its least above its most: write {most}:{least}")
+    return Size(least, most, True)
 
 
 def _words(known: tuple[str, ...]) -> str:

@@ -12,16 +12,21 @@ import types
 from argparse import Namespace
 from collections import deque
 from pathlib import Path
+from typing import TypeAlias
 
 from paceline.cli import ending
 from paceline.cli.display import Display, Screen, can_draw
-from paceline.cli.flags import Parser, add_settings, settings_of, whole
+from paceline.cli.flags import Flag, Parser, add_settings, seconds, settings_of, size, whole
 from paceline.core.errors import ConfigError
 from paceline.core.settings import NAMES
 from paceline.launch import beforehand, cores, servers
-from paceline.launch.local import Local, LocalJob, plan
-from paceline.launch.spec import JobSpec
+from paceline.launch.elastic import DRAIN_S, ElasticJob
+from paceline.launch.local import Local, LocalJob
+from paceline.launch.plan import plan
+from paceline.launch.spec import Elastic, JobSpec
 from paceline.membership.agent import Outcome
+
+AnyJob: TypeAlias = LocalJob | ElasticJob
 
 _LOOK_S = 0.1
 _STUCK_S = 10.0  # beyond what it takes to ask the members, and to kill them
@@ -32,10 +37,18 @@ examples:
   paceline run -n 2 --name big train.py         again with the same name: goes on where it stopped
   paceline run -n 2 --name big --fresh train.py starts over
   paceline run -n 8 --dry-run train.py          prints what would be started
+  paceline run -n 2:4 train.py                  elastic: starts 4, goes on while 2 are left, replaces lost ones
 
 Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of the member that failed first,
-130 after Ctrl-C, 143 after SIGTERM.
+130 after Ctrl-C, 143 after SIGTERM; of an elastic run that finished it is 0, whoever was lost on the way.
 """
+
+_DEFAULT = Elastic(least=1, most=1)
+_ELASTIC = (
+    Flag("replacements", "N", whole(0), "how often each member may be started again"),
+    Flag("silence_s", "S", seconds(0.1), "after which a member or host that is not heard of is lost"),
+    Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
+)
 
 
 def main(argv: list[str]) -> int:
@@ -57,11 +70,16 @@ def _parser() -> Parser:
     parser = Parser(
         prog="paceline run",
         usage="paceline run -n N [options] script.py [arguments of the script]",
-        description="Train a script on N members of this host.",
+        description="Train a script on N members of this host; with -n MIN:MAX, members may come and go.",
         epilog=_EPILOG,
     )
-    parser.option("-n", "--members", parse=whole(1), metavar="N", help="how many members to start")
+    parser.option(
+        "-n", "--members", parse=size, metavar="N", help="how many members to start; MIN:MAX: they may come and go"
+    )
     parser.option("--threads", parse=whole(1), metavar="T", help="per member (default: its share of the cores)")
+    for flag in _ELASTIC:
+        text = f"{flag.help}; with -n MIN:MAX (default: {getattr(_DEFAULT, flag.field):g})"
+        parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
     parser.option("--dry-run", help="print what would be started, and start nothing")
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
     add_settings(parser)
@@ -83,18 +101,35 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
             f"which {what}? paceline run -n {given.members} {'-m package.train' if module else 'train.py'}"
         )
     settings = settings_of(given)
-    num_servers, _ = servers.choose(settings.strategy, settings.servers, given.members)
+    elastic = _elastic(given)
+    if elastic:
+        beforehand.check_elastic(settings)
+    num_servers, _ = servers.choose(settings.strategy, settings.servers, given.members.most)
     return JobSpec(
         script=rest[0],
         args=tuple(rest[1:]),
         module=module,
-        num_members=given.members,
+        num_members=given.members.most,
         num_servers=num_servers,
         forgives=servers.forgives(settings.strategy, num_servers),
+        elastic=elastic,
         settings=settings,
         threads=given.threads,
         terminal=can_draw() and settings.progress in ("auto", "rich"),
     )
+
+
+def _elastic(given: Namespace) -> Elastic | None:
+    values = {flag.field: value for flag in _ELASTIC if (value := getattr(given, flag.field)) is not None}
+    if given.members.elastic:
+        return Elastic(least=given.members.least, most=given.members.most, **values)
+    if values:
+        flag = next(flag for flag in _ELASTIC if flag.field in values)
+        raise ConfigError(
+            f"{flag.option} is for runs whose members may come and go: give -n MIN:MAX, such as -n "
+            f"{given.members}:{given.members}"
+        )
+    return None
 
 
 def _dry_run(spec: JobSpec) -> str:
@@ -109,10 +144,10 @@ def _dry_run(spec: JobSpec) -> str:
 
 
 def _run(spec: JobSpec) -> int:
-    size = spec.num_members + spec.num_servers
-    display = Screen(size) if spec.terminal else Display(size)
+    display = Screen(spec.size) if spec.terminal else Display(spec.size)
     signals = _catch_signals()
-    job = Local(display, on_lost=lambda rank, how: display.say(ending.lost(rank, how))).start(spec)
+    launcher = Local(display, on_lost=lambda rank, how: display.say(ending.lost(rank, how)), say=display.say)
+    job = launcher.start(spec)
     _say_what_starts(spec, job, display)
     deadline = math.inf
     while (outcome := job.wait(_LOOK_S)) is None:
@@ -123,8 +158,9 @@ def _run(spec: JobSpec) -> int:
                 job.resize()
                 continue
             job.stop(number)
-            deadline = min(deadline, time.monotonic() + _STUCK_S)
-            display.say("stopping the members (again: kill them)")
+            drains = spec.elastic is not None and number == signal.SIGTERM
+            deadline = min(deadline, time.monotonic() + _STUCK_S + (DRAIN_S if drains else 0.0))
+            display.say(f"{'draining' if drains else 'stopping'} the members (again: kill them)")
         if time.monotonic() > deadline:
             # Whoever reads our output neither reads nor goes away. Our end is the members' end.
             os._exit(128 + number)
@@ -146,7 +182,7 @@ def _catch_signals() -> deque[int]:
     return received
 
 
-def _say_what_starts(spec: JobSpec, job: LocalJob, display: Display) -> None:
+def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
     usable = cores.cores().usable
     threads, warning = cores.share(spec.num_members, usable)
     if warning:
@@ -156,24 +192,31 @@ def _say_what_starts(spec: JobSpec, job: LocalJob, display: Display) -> None:
         display.say(reason)
     members = "1 member" if spec.num_members == 1 else f"{spec.num_members} members"
     shown = spec.threads or os.environ.get("OMP_NUM_THREADS") or threads
+    if spec.elastic:
+        members += f" (elastic, {spec.elastic.least} to {spec.elastic.most})"
     display.say(f"{members}, {shown} thread{'' if str(shown) == '1' else 's'} each; files in {_short(job.dir)}")
 
 
-def _say_how_it_ended(spec: JobSpec, job: LocalJob, outcome: Outcome, display: Display) -> None:
+def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Display) -> None:
     logs = {rank: _short(path) for rank, path in job.logs().items()}
     again = _again(spec, job)
-    for lost in outcome.lost:
+    if isinstance(job, ElasticJob) and outcome.lost:
+        display.say(f"warning: {ending.lost_on_the_way(outcome.lost, logs)}")
+    for lost in () if spec.elastic else outcome.lost:
         how = f"{ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
         display.say(f"warning: rank {lost.rank} was lost: {how}; the others went on without it")
+    if isinstance(job, ElasticJob) and job.reason:
+        display.say(f"the run is over: {job.reason}")
     if outcome.stopped_by:
         display.say(ending.stopped(outcome.stopped_by, _short(job.dir), again))
     elif first := outcome.first_failed:
-        display.say(ending.failure(outcome, first, logs, workers=spec.num_members, again=again))
+        workers = spec.elastic.most if spec.elastic else spec.num_members
+        display.say(ending.failure(outcome, first, logs, workers=workers, again=again))
     elif spec.num_members > 1 and not job.met:
         display.say(ending.never_joined(spec.num_members))
 
 
-def _again(spec: JobSpec, job: LocalJob) -> list[str]:
+def _again(spec: JobSpec, job: AnyJob) -> list[str]:
     """The command that goes on with this run."""
     args = [a for a in sys.argv[1:] if a != "--fresh"]
     if not spec.settings.name:

@@ -1,6 +1,7 @@
 """`paceline status`: a line per member that says what it does or waits for, and since when.
 
-It reads files only, so that it works on members that hang, are stopped or were killed; see `runs`.
+It reads files, so that it works on members that hang, are stopped or were killed; see `runs`. Of an elastic run the
+scheduler is asked as well: it knows who is in the view, who was lost and how, and who is being started again.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from pathlib import Path
 from paceline.cli import runs
 from paceline.cli.flags import Parser
 from paceline.cli.runs import Known, how_it_stands, span
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.settings import Settings
 from paceline.core.status import Doing
+from paceline.launch import reach
+from paceline.membership import agent_line
 
+_LIMIT_S = 2.0  # for the scheduler's answer
 _WAITS = re.compile(r"\bwaiting\b")
 _WAITS_FOR = re.compile(r"waiting for members? (\d+(?:(?:, | and )\d+)*)")
 
@@ -32,7 +36,7 @@ def main(argv: list[str]) -> int:
     if given.all:
         print("\n".join(_list(runs.all_in(root))))
     else:
-        print("\n".join(_table(runs.find(root, given.run))))
+        print("\n".join(_lines(runs.find(root, given.run))))
     return 0
 
 
@@ -41,7 +45,33 @@ def describe(directory: Path) -> list[str]:
     known = runs.look(directory)
     if known is None:
         raise ConfigError(f"{directory} holds no run: it has neither a run.json that can be read nor a status/")
-    return _table(known)
+    return _lines(known)
+
+
+def _lines(known: Known) -> list[str]:
+    return [*_table(known), *_elastic(known)] if known.run and known.run.least else _table(known)
+
+
+def _elastic(known: Known) -> list[str]:
+    """The scheduler's picture; nothing where it cannot be reached, or no longer runs."""
+    try:
+        where = reach.read(known.directory)
+        if where is None:
+            return []
+        picture = agent_line.look(where.address, where.token, limit_s=_LIMIT_S)
+    except PacelineError as error:
+        return [f"the scheduler cannot be asked: {error}"]
+    view = f"view {picture.view.number} of {_members(picture.view.size)}" if picture.view else "no view yet"
+    head = (
+        f"{view}; {picture.target} wanted, {picture.least} to {picture.most} allowed; scheduler's term {picture.term}"
+    )
+    rows = [("member", "state", "for", "process", "replaced", "lost last")]
+    for seen in picture.members:
+        since = span(time.time() - seen.since)
+        rows.append((str(seen.id), seen.state, since, str(seen.pid or "-"), str(seen.replaced), seen.why or "-"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) + "  " + row[5] for row in rows]
+    return [head, *table, *(f"quarantined: {host}" for host in picture.quarantined)]
 
 
 def _list(found: list[Known]) -> list[str]:

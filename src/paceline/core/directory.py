@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from pathlib import Path
@@ -39,3 +40,15 @@ def make_directory(root: Path, name: str, script: str) -> Path:
             f"cannot make a run directory in root={str(root)!r}: {error.strerror}; "
             f"run from a directory that you may write to, or give another --root"
         ) from None
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, at once or not at all: it holds the run's token."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

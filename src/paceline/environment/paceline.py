@@ -1,6 +1,7 @@
-"""Started by `paceline run`: the launcher says who we are and where the rendezvous is.
+"""Started by `paceline run`: the launcher says who we are and where the others are met.
 
-Only what is needed to meet travels this way; the settings of the run come with the rendezvous's answer.
+That is the rendezvous of a run whose members stay the same, or the scheduler of an elastic one. Only what is needed to
+meet travels this way; the settings of the run come with the answer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ VARIABLES = (
     "PACELINE_LOCAL_SIZE",
     "PACELINE_SERVERS",
     "PACELINE_RENDEZVOUS",
+    "PACELINE_SCHEDULER",
     "PACELINE_TOKEN",
 )
 _STARTER = "paceline run"
@@ -25,13 +27,8 @@ _STARTER = "paceline run"
 def detect(env: Mapping[str, str]) -> Place | None:
     if not any(env.get(v) for v in VARIABLES):
         return None
-    rendezvous = given(env, "PACELINE_RENDEZVOUS", _STARTER)
-    ip, _, port = rendezvous.rpartition(":")
-    if not ip or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(
-            f"PACELINE_RENDEZVOUS={rendezvous!r} must be an address and a port, such as 127.0.0.1:29400; "
-            f"{_STARTER} sets it, so do not set it by hand"
-        )
+    elastic = bool(env.get("PACELINE_SCHEDULER"))
+    address = _address(env, "PACELINE_SCHEDULER" if elastic else "PACELINE_RENDEZVOUS")
     place = Place(
         kind="paceline",
         rank=whole(env, "PACELINE_RANK", _STARTER),
@@ -40,9 +37,20 @@ def detect(env: Mapping[str, str]) -> Place | None:
         local_size=whole(env, "PACELINE_LOCAL_SIZE", _STARTER, least=1),
         servers=whole(env, "PACELINE_SERVERS", _STARTER),
         host=this_host(),
-        rendezvous=rendezvous,
+        rendezvous="" if elastic else address,
+        scheduler=address if elastic else "",
         token=given(env, "PACELINE_TOKEN", _STARTER),
     )
+    if elastic and env.get("PACELINE_RENDEZVOUS"):
+        raise ConfigError(
+            f"PACELINE_RENDEZVOUS={env['PACELINE_RENDEZVOUS']!r} and PACELINE_SCHEDULER={place.scheduler!r} contradict "
+            f"each other: members meet at one of them; {_STARTER} sets it, so do not set the other by hand"
+        )
+    if elastic and place.servers:
+        raise ConfigError(
+            f"PACELINE_SERVERS={place.servers} contradicts PACELINE_SCHEDULER={place.scheduler!r}: an elastic run has "
+            f"no servers; {_STARTER} sets both, so do not set them by hand"
+        )
     return below(place, "PACELINE_{}RANK", "PACELINE_{}SIZE")
 
 
@@ -54,4 +62,16 @@ def variables(place: Place) -> dict[str, str]:
     True
     """
     numbers = (place.rank, place.size, place.local_rank, place.local_size, place.servers)
-    return dict(zip(VARIABLES, map(str, (*numbers, place.rendezvous, place.token)), strict=True))
+    texts = (*map(str, numbers), place.rendezvous, place.scheduler, place.token)
+    return {name: text for name, text in zip(VARIABLES, texts, strict=True) if text}
+
+
+def _address(env: Mapping[str, str], variable: str) -> str:
+    address = given(env, variable, _STARTER)
+    ip, _, port = address.rpartition(":")
+    if not ip or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"{variable}={address!r} must be an address and a port, such as 127.0.0.1:29400; "
+            f"{_STARTER} sets it, so do not set it by hand"
+        )
+    return address

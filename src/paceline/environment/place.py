@@ -27,6 +27,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     servers: int = 0  # the last so many of the ranks hold parameters and do not train
     host: str = ""  # the same for members that share memory and loopback; see `this_host`
     rendezvous: str = ""  # "ip:port"; only for kind "paceline"
+    scheduler: str = ""  # "ip:port", in place of a rendezvous where members come and go; `rank` is then the id
     token: str = ""  # of the run; only for kind "paceline"
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
+from paceline.core.words import read
 
 # Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
 _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
@@ -16,6 +17,25 @@ def check(settings: Settings) -> None:
     """ConfigError where members of these settings could not begin to train on this host."""
     check_strategy(settings.strategy, settings.codec)
     check_device(settings.device)
+
+
+def check_elastic(settings: Settings) -> None:
+    """Refuse what members cannot come to and go from yet."""
+    name = read(settings.strategy, "strategy").name
+    if name != "allreduce":
+        raise ConfigError(
+            f"-n MIN:MAX does not go with --strategy {name} yet: only all-reduce forms its groups anew when members "
+            "come and go; give one number (-n 4), or --strategy allreduce"
+        )
+    if settings.transport in ("gloo", "nccl"):
+        raise ConfigError(
+            f"-n MIN:MAX does not go with --transport {settings.transport}: torch's groups end with the first member "
+            "that is lost; give one number (-n 4), or leave --transport at auto"
+        )
+    if settings.servers != "auto":
+        raise ConfigError(
+            f"-n MIN:MAX does not go with --servers {settings.servers}: all-reduce has no servers; leave it out"
+        )
 
 
 def check_strategy(text: str, codec: str = "") -> None:

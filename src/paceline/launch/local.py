@@ -1,9 +1,8 @@
-"""Starts a run on this host: a rendezvous, and an agent with the members under it."""
+"""Starts a run on this host: a rendezvous, and an agent with the members under it. For elastic runs see `elastic`."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import threading
@@ -13,52 +12,15 @@ from pathlib import Path
 
 from paceline.core import lost
 from paceline.core.settings import Settings
-from paceline.environment.paceline import VARIABLES, variables
-from paceline.environment.place import Place
-from paceline.launch import cores, record, script, servers
+from paceline.launch import record, servers
+from paceline.launch.elastic import ElasticJob
+from paceline.launch.plan import plan, told
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Agent, Outcome
-from paceline.membership.process import Show, Start
+from paceline.membership.process import Show
 from paceline.membership.rendezvous import Rendezvous
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _LOOK_S = 0.2
-# Large blocks in huge pages: a step asks for its gradients anew, and clearing them 4 KB at a time takes up to a third
-# of it (docs/decisions/0009).
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
-
-def plan(spec: JobSpec, rendezvous: str, token: str) -> list[Start]:
-    """Exactly what is started, one per member."""
-    cwd = Path(spec.cwd or Path.cwd())
-    command = script.command(spec.script, spec.args, module=spec.module, python=spec.python, cwd=cwd)
-    inherited = {k: v for k, v in os.environ.items() if k not in VARIABLES} | dict(spec.env)
-    common = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in inherited):
-        common |= HUGE_PAGES
-    if spec.threads is not None:
-        common |= dict.fromkeys(_THREADS, str(spec.threads))
-    elif not any(inherited.get(name) for name in _THREADS):
-        threads, _ = cores.share(spec.num_members, cores.cores().usable)  # servers work while workers wait
-        common |= dict.fromkeys(_THREADS, str(threads))
-    starts = []
-    size = spec.num_members + spec.num_servers
-    for rank in range(size):
-        place = Place(
-            kind="paceline",
-            rank=rank,
-            size=size,
-            local_rank=rank,
-            local_size=size,
-            servers=spec.num_servers,
-            rendezvous=rendezvous,
-            token=token,
-        )
-        env = inherited | common | variables(place)
-        terminal = spec.terminal and rank == 0
-        own = command if rank < spec.num_members else (spec.python, "-m", "paceline.server")
-        starts.append(Start(rank=rank, command=own, env=env, cwd=spec.cwd, terminal=terminal))
-    return starts
 
 
 class Local:
@@ -71,13 +33,19 @@ class Local:
         notice_s: float = 3.0,
         grace_s: float = 5.0,
         on_lost: Callable[[int, str], None] = lambda rank, how: None,  # of members without which the others go on
+        say: Callable[[str], None] = lambda text: None,  # what happens to an elastic run
     ) -> None:
+        self._say = say
         self._show = show
         self._on_lost = on_lost
         self._notice_s = notice_s
         self._grace_s = grace_s
 
-    def start(self, spec: JobSpec) -> LocalJob:
+    def start(self, spec: JobSpec) -> LocalJob | ElasticJob:
+        if spec.elastic:
+            return ElasticJob(
+                spec, spec.elastic, self._show, notice_s=self._notice_s, grace_s=self._grace_s, say=self._say
+            )
         return LocalJob(spec, self._show, self._notice_s, self._grace_s, self._on_lost)
 
 
@@ -96,13 +64,10 @@ class LocalJob:
         self._losses: list[lost.Lost] = []
         self.token = secrets.token_hex(32)
         plan(spec, "", self.token)  # a script that cannot be started leaves no directory behind
-        size = spec.num_members + spec.num_servers
+        size = spec.size
         self._record = record.Record(spec.settings, spec.script, size)
         lost.write(self._record.dir, ())
-        # Absolute: a script may change its directory before it joins.
-        root = str(self._record.dir.parent.absolute())
-        settings = spec.settings.pin(*spec.settings.changed())  # a program that starts a run types nothing
-        self.settings: Settings = settings.with_(name=self._record.run.name, root=root)
+        self.settings: Settings = told(spec, self._record)
         self._rendezvous = Rendezvous(size, self.settings, self.token)
         self._agent = Agent(
             plan(spec, self._rendezvous.address, self.token),

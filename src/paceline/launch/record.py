@@ -32,7 +32,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     pid: int  # of the launcher
     host: str
     started: float  # time.time()
-    members: list[int] = []  # their process numbers, by rank
+    members: list[int] = []  # their process numbers, by rank; 0: none now
+    least: int = 0  # of an elastic run, whose size is the most; 0: the size is fixed
+    scheduler: str = ""  # "ip:port"
+    scheduler_pid: int = 0
     finished: float | None = None
     exit_code: int | None = None
 
@@ -40,7 +43,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 class Record:
     """The launcher's hold on a run's directory."""
 
-    def __init__(self, settings: Settings, script: str, size: int) -> None:
+    def __init__(self, settings: Settings, script: str, size: int, least: int = 0) -> None:
         self.dir = make_directory(Path(settings.root), settings.name, script)
         self._lock = _lock(self.dir)
         self.run = Run(
@@ -50,6 +53,7 @@ class Record:
             pid=os.getpid(),
             host=this_host(),
             started=time.time(),
+            least=least,
         )
         for old in (self.dir / "status").glob("rank-*"):  # of members that are gone
             old.unlink(missing_ok=True)
@@ -60,6 +64,11 @@ class Record:
 
     def started(self, members: list[int]) -> None:
         self.run = msgspec.structs.replace(self.run, members=members)
+        self._write()
+
+    def scheduled(self, address: str, pid: int) -> None:
+        """A scheduler runs there."""
+        self.run = msgspec.structs.replace(self.run, scheduler=address, scheduler_pid=pid)
         self._write()
 
     def finish(self, exit_code: int) -> None:

@@ -10,23 +10,16 @@ are their own; then they get SIGTERM, and SIGKILL if they are still there some s
 
 from __future__ import annotations
 
-import contextlib
 import re
-import selectors
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import PacelineError
-from paceline.membership import tether
 from paceline.membership.process import Process, Show, Start
-
-_TICK_S = 0.05  # a dead process is known within this time
+from paceline.membership.watch import Watch
 
 # What a member says when it ends because another one did: it is not the one to blame.
 _FOLLOWED = re.compile(r"paceline\.core\.errors\.Interrupted:|.*Connection (closed|reset) by peer")
@@ -44,6 +37,19 @@ class Ended:
     losable: bool = False  # the others can go on without it
     at: float  # time.monotonic()
 
+    @classmethod
+    def of(cls, process: Process, *, asked: bool, losable: bool) -> Ended:
+        assert process.code is not None
+        return cls(
+            rank=process.rank,
+            code=process.code,
+            seconds=process.ended - process.began,
+            tail=tuple(process.tail),
+            asked=asked,
+            losable=losable,
+            at=process.ended,
+        )
+
     @property
     def failed(self) -> bool:
         return self.code != 0 and not self.asked
@@ -60,6 +66,7 @@ class Outcome:
 
     ended: tuple[Ended, ...]
     stopped_by: int = 0  # the signal with which `stop` was called
+    unfinished: bool = False  # the run could not go on, though perhaps no process failed
 
     @property
     def lost(self) -> list[Ended]:
@@ -84,7 +91,7 @@ class Outcome:
             return 128 + self.stopped_by
         if first := self.first_failed:
             return first.code if first.code > 0 else 128 - first.code
-        return 0
+        return int(self.unfinished)
 
 
 class Agent:
@@ -126,20 +133,10 @@ class Agent:
 
         The kernel ties the members to the thread that calls this, so they cannot outlive it.
         """
-        selector = selectors.DefaultSelector()
-        with _Guard() as guard:
-            try:
-                self._start_all(selector, guard)
-                while not all(p.finished for p in self._processes):
-                    self._turn(selector, guard)
-            finally:
-                for process in self._processes:
-                    process.signal(signal.SIGKILL)
-                while not all(p.finished for p in self._processes):  # only after an error of our own
-                    for process in self._processes:
-                        process.poll(lambda descriptor: None)
-                    time.sleep(_TICK_S)
-                selector.close()
+        with Watch() as watch:
+            self._start_all(watch)
+            while watch.processes:
+                self._turn(watch)
         with self._lock:
             self._over = True
         return Outcome(tuple(self._ending(p) for p in self._processes), self._stopped_by)
@@ -164,48 +161,26 @@ class Agent:
         for process in list(self._processes):
             process.resize()
 
-    def _start_all(self, selector: selectors.BaseSelector, guard: _Guard) -> None:
+    def _start_all(self, watch: Watch) -> None:
         for start in self._starts:
             if self._stopped_by:
                 break
-            log = self._logs / f"rank-{start.rank}.log" if self._logs else None
-            try:
-                process = Process(start, self._show, log)
-            except OSError as error:
-                raise PacelineError(
-                    f"cannot start member {start.rank}: {error}; `paceline doctor` looks at memory and limits"
-                ) from error
-            guard.add(process.pid)
+            process = watch.start(start, self._show, self._logs / f"rank-{start.rank}.log" if self._logs else None)
             with self._lock:
                 self._processes.append(process)
-            for descriptor in process.streams:
-                selector.register(descriptor, selectors.EVENT_READ, (len(selector.get_map()), process))
         if self._stopped_by:  # between one start and the next
             self._ask()
         self._on_started([p.pid for p in self._processes])
 
-    def _turn(self, selector: selectors.BaseSelector, guard: _Guard) -> None:
-        if selector.get_map():
-            # In the order of registration: what a member printed comes before the trace that it died with.
-            for key, _ in sorted(selector.select(_TICK_S), key=lambda ready: ready[0].data[0]):
-                process = key.data[1]
-                if not process.pump(key.fd):
-                    selector.unregister(key.fd)
-                    process.close(key.fd)
-        else:
-            time.sleep(_TICK_S)
-        for process in self._processes:
-            was_finished = process.finished
-            if process.poll(selector.unregister):
-                assert process.code is not None
-                fatal = process.code and process.rank not in self._asked and process.rank not in self._losable
-                if fatal and self._failed_at is None:
-                    self._failed_at = time.monotonic()
-                if process.code and not fatal and process.rank not in self._asked and self._failed_at is None:
-                    self._on_lost(process.rank, process.code)
-                self._on_ended(process.rank, process.code)
-            if process.finished and not was_finished:
-                guard.discard(process.pid)
+    def _turn(self, watch: Watch) -> None:
+        for process in watch.turn():
+            assert process.code is not None
+            fatal = process.code and process.rank not in self._asked and process.rank not in self._losable
+            if fatal and self._failed_at is None:
+                self._failed_at = time.monotonic()
+            if process.code and not fatal and process.rank not in self._asked and self._failed_at is None:
+                self._on_lost(process.rank, process.code)
+            self._on_ended(process.rank, process.code)
         now = time.monotonic()
         if self._failed_at and not self._asked_at and now - self._failed_at >= self._notice_s:
             self._ask()
@@ -228,50 +203,5 @@ class Agent:
                     process.signal(number)
 
     def _ending(self, process: Process) -> Ended:
-        assert process.code is not None
-        return Ended(
-            rank=process.rank,
-            code=process.code,
-            seconds=process.ended - process.began,
-            tail=tuple(process.tail),
-            asked=process.rank in self._asked,
-            losable=process.rank in self._losable,
-            at=process.ended,
-        )
-
-
-class _Guard:
-    """The process that kills what is left when this one is killed; see `tether`."""
-
-    def __init__(self) -> None:
-        self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", tether.__file__, "guard"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
-
-    def add(self, group: int) -> None:
-        self._tell(f"+{group}\n")
-
-    def discard(self, group: int) -> None:
-        self._tell(f"-{group}\n")
-
-    def _tell(self, line: str) -> None:
-        assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # someone killed it; the kernel's tie still holds
-            self._popen.stdin.write(line.encode())
-
-    def __enter__(self) -> _Guard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._popen.stdin is not None
-        self._popen.stdin.close()
-        try:
-            self._popen.wait(5)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+        rank = process.rank
+        return Ended.of(process, asked=rank in self._asked, losable=rank in self._losable)

@@ -166,6 +166,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     since: float  # time.time()
     replaced: int = 0  # times that it was started again
     why: str = ""  # how it was lost last
+    again_at: float = 0.0  # time.time() from which it may be started again; 0: it is not
 
 
 class Picture(msgspec.Struct, frozen=True, tag="picture", kw_only=True):

@@ -43,6 +43,7 @@ class Start:
     env: Mapping[str, str]
     cwd: str | None = None
     terminal: bool = False  # give it a terminal, whose bytes are shown as they are
+    waits: bool = False  # on its standard input, to be told who it is; until then its rank is below 0
 
 
 class Show(Protocol):
@@ -67,10 +68,7 @@ class Process:
         self.ended = 0.0
         self._show = show
         self._log_path = log
-        self._log: BinaryIO | None = None
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            self._log = log.open("ab", buffering=0)
+        self._log: BinaryIO | None = _opened(log) if log else None
         self._terminal = -1
         self._lock = threading.Lock()
         self._killed_group = False
@@ -97,10 +95,11 @@ class Process:
                 bound,
                 env=dict(start.env),
                 cwd=start.cwd,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if start.waits else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                bufsize=0,
             )
         except BaseException:
             self._close()
@@ -108,6 +107,24 @@ class Process:
         finally:
             for end in ends:
                 os.close(end)
+
+    def become(self, rank: int, log: Path | None, order: bytes) -> None:
+        """Let one that waits be this member from now on; `order`, a line, says what it is to do."""
+        assert self._popen.stdin is not None
+        self.rank, self.began = rank, time.monotonic()
+        self.tail.clear()
+        self._log_path, self._log = log, _opened(log) if log else None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is noticed as any member's end is
+            self._popen.stdin.write(order)
+            self._popen.stdin.close()
+
+    @property
+    def paused(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP, a debugger)."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
 
     def pump(self, descriptor: int) -> bool:
         """Read once from a descriptor of `streams` that is ready; False at its end."""
@@ -188,6 +205,8 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()  # at once: it has ended
             self.finished = True
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
         self._close()
 
     def _close(self) -> None:
@@ -200,6 +219,8 @@ class Process:
     def _give(self, stream: str, lines: list[str]) -> None:
         for text in lines:
             self.tail.append(text)
+            if self.rank < 0:
+                continue  # it is no member yet
             if stream == "raw":
                 self._keep(text.encode() + b"\n")  # not each frame of a display that is drawn again
             else:
@@ -216,6 +237,11 @@ class Process:
             self._log = None
             text = f"paceline: output is no longer kept in {self._log_path}: {error.strerror}"
             self._show.line(self.rank, "err", text)
+
+
+def _opened(log: Path) -> BinaryIO:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("ab", buffering=0)
 
 
 def _others(group: int) -> bool:

@@ -196,7 +196,7 @@ class Roster:
             watch = books.watch[id]
             was, watch.paused = watch.paused, (watch.paused or now) if id in paused else None
             if was is not None and watch.paused is None and seat.state == "lost":
-                books.revive(seat, now)
+                self._revive(seat, now)
                 self._forming.settle(now)
         if books.hosts.heard(name, now):
             self._back(name, now)
@@ -252,6 +252,7 @@ class Roster:
                     since=wall - (now - seat.since),
                     replaced=seat.replaced,
                     why=seat.why,
+                    again_at=self._again_at(seat, now, wall),
                 )
                 for seat in books.seats.values()
                 if seat.wanted or seat.state != "idle"
@@ -285,6 +286,10 @@ class Roster:
             self._forming.settle(now)
 
     # Inside
+
+    def _again_at(self, seat: Seat, now: float, wall: float) -> float:
+        again = seat.state == "lost" and seat.wanted
+        return wall + self._books.watch[seat.id].start_at - now if again else 0.0
 
     def _checked(self, id: int) -> Seat:
         most = self._books.rules.most
@@ -327,10 +332,18 @@ class Roster:
             seat.member, seat.condemned, seat.draining = None, False, False
             again = seat.wanted and seat.state != "finished"  # of a host that goes: elsewhere, if there is room
             books.turn(seat, "idle" if again else "finished" if seat.state == "finished" else "drained", now)
+        elif code == 0 and seat.state == "starting" and self._nobody_came():
+            books.turn(seat, "finished", now)
+            if all(s.state == "finished" for s in books.seats.values() if s.wanted):
+                books.end("left", "")
         elif seat.here or seat.state == "starting":
             books.lose(seat, how, now, ended=True)
         elif seat.state == "lost":
             seat.member, seat.condemned = None, False
+
+    def _nobody_came(self) -> bool:
+        """So far; a script that never joins is as many plain scripts, which are run once."""
+        return self._books.run.number == 0 and not any(s.here for s in self._books.seats.values())
 
     def _back(self, name: str, now: float) -> None:
         """A host that was silent is heard: its members may be there after all, unless others took their seats."""
@@ -339,8 +352,16 @@ class Roster:
                 self._books.say(name, Stop(self._books.run.term, id))
         for seat in self._books.seats.values():
             if seat.host == name:
-                self._books.revive(seat, now)
+                self._revive(seat, now)
         self._forming.settle(now)
+
+    def _revive(self, seat: Seat, now: float) -> None:
+        """One that was lost is heard of again: it is told of the view that was made without it, since its line may
+        never have closed."""
+        run, was = self._books.run, seat.state
+        self._books.revive(seat, now)
+        if was == "lost" and seat.here and run.view:
+            self._books.say(seat.id, NewView(term=run.term, view=run.view, planned=run.planned))
 
     def _mend_when_due(self, now: float) -> None:
         books, run = self._books, self._books.run

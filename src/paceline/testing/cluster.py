@@ -27,7 +27,7 @@ from types import TracebackType
 from paceline.core.errors import PacelineError, TimedOut
 from paceline.core.settings import Settings
 from paceline.launch.local import Local
-from paceline.launch.spec import JobSpec
+from paceline.launch.spec import Elastic, JobSpec
 from paceline.membership.agent import Outcome
 
 _LOOK_S = 0.01
@@ -48,10 +48,19 @@ class LeftoverError(PacelineError):
 
 
 class Cluster:
-    """Runs scripts on `n` members."""
+    """Runs scripts on `n` members, to begin with where the run is elastic."""
 
-    def __init__(self, n: int, *, threads: int = 1, notice_s: float = 1.5, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        n: int,
+        *,
+        threads: int = 1,
+        notice_s: float = 1.5,
+        grace_s: float = 5.0,
+        elastic: Elastic | None = None,
+    ) -> None:
         self._n = n
+        self._elastic = elastic
         self._threads = threads
         self._notice_s = notice_s
         self._grace_s = grace_s
@@ -90,6 +99,7 @@ class Cluster:
                 script=str(_file(script, scratch)),
                 args=tuple(map(str, args)),
                 num_members=self._n,
+                elastic=self._elastic,
                 settings=settings,
                 threads=self._threads,
                 env=dict(env or {}),
@@ -105,15 +115,21 @@ class Running:
 
     def __init__(self, spec: JobSpec, scratch: Path, notice_s: float, grace_s: float) -> None:
         self._scratch = scratch
-        self._output = _Output(spec.num_members)
-        self._job = Local(self._output, notice_s=notice_s, grace_s=grace_s).start(spec)
+        self._output = _Output(spec.size)
+        self.said: list[str] = []  # by the launcher of an elastic run
+        self._job = Local(self._output, notice_s=notice_s, grace_s=grace_s, say=self.said.append).start(spec)
         self.dir = self._job.dir
         self.token = self._job.token
 
     def pid(self, rank: int, limit_s: float = 10.0) -> int:
-        """A member's process number."""
-        _until(lambda: bool(self._job.pids) or self._job.poll() is not None, limit_s, "the members to start")
-        return self._job.pids[rank]
+        """A member's process number; of an elastic run that of the present one."""
+
+        def pid() -> int:
+            pids = self._job.pids
+            return pids[rank] if pids else 0
+
+        _until(lambda: bool(pid()) or self._job.poll() is not None, limit_s, "the members to start")
+        return pid()
 
     def output(self, rank: int) -> str:
         """What a member has printed so far."""

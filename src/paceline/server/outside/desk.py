@@ -12,7 +12,6 @@ many visitors: when all places are taken, one who has said nothing for long make
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.core.directory import write_private
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server.connection import bytes_of
 from paceline.server.outside import visits as v
@@ -91,7 +91,8 @@ class Desk:
         self._watching = Watching(directory)
         if self._first:
             try:
-                _write(self._file, Note(name=directory.name, addresses=self._welcome.desks, token=token))
+                note = Note(name=directory.name, addresses=self._welcome.desks, token=token)
+                write_private(self._file, msgspec.json.encode(note))
             except OSError as error:  # a full disk must not stop the training
                 print(f"paceline: outsiders cannot look in by the run's name: {self._file}: {error}")
         wires.mesh.visit = self._visit
@@ -299,14 +300,3 @@ def read_note(directory: Path) -> Note | None:
         ) from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{directory / FILE} cannot be read: {error}") from None
-
-
-def _write(path: Path, note: Note) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.unlink(missing_ok=True)
-    try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(note))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

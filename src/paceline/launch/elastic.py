@@ -1,0 +1,284 @@
+"""Starts an elastic run on this host: a scheduler, and a crew of members that it lets come and go.
+
+The thread of the job starts all processes and watches them: the scheduler's, which `keeper` starts again when it ends,
+and the members', which `crew` starts and ends at the scheduler's orders. Training goes on while there is no scheduler;
+only changes wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from paceline.core import lost
+from paceline.core.directory import write_private
+from paceline.core.errors import PacelineError
+from paceline.core.settings import Settings
+from paceline.environment import this_host
+from paceline.environment.paceline import VARIABLES
+from paceline.launch import reach, record, standby
+from paceline.launch.keeper import Keeper
+from paceline.launch.plan import environment, plan, told
+from paceline.launch.spec import Elastic, JobSpec
+from paceline.launch.story import Story
+from paceline.membership.agent import Outcome
+from paceline.membership.agent_line import AgentLine
+from paceline.membership.crew import Crew, Means
+from paceline.membership.orders import Beat, DrainHost, Ended, FromAgent, Host, Over, Started
+from paceline.membership.process import Show, Start
+from paceline.membership.scheduler import Parameters
+from paceline.membership.watch import Watch
+
+DRAIN_S = 10.0  # that members have to leave after SIGTERM
+_PARAMETERS = "scheduler-parameters.json"
+_LOOK_S = 0.2
+_IDLE_S = 60.0  # without a member: the scheduler should have started one, or ended the run
+
+
+class ElasticJob:
+    """An elastic run on this host. Its members end when this process does, however it ends.
+
+    Args:
+        say: gets a line when a member is lost, replaced or joins.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        elastic: Elastic,
+        show: Show,
+        *,
+        notice_s: float = 3.0,
+        grace_s: float = 5.0,
+        drain_s: float = DRAIN_S,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._spec = spec
+        self._elastic = elastic
+        self._show = show
+        self._say = say
+        self.token = secrets.token_hex(32)
+        self._plan = plan(spec, "", self.token)  # a script that cannot be started leaves no directory behind
+        self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least)
+        self.settings: Settings = told(spec, self._record)
+        self._losses: list[lost.Lost] = []
+        lost.write(self.dir, ())
+        self._story: Story | None = None
+        self._line: AgentLine | None = None
+        means = Means(
+            start=self._member,
+            standby=self._standby(),
+            order=self._order,
+            standbys=elastic.standbys,
+            logs=self.dir / "logs",
+        )
+        self._crew = Crew(
+            means,
+            show,
+            report=self._report,
+            drain_s=drain_s,
+            notice_s=notice_s,
+            grace_s=grace_s,
+            on_started=lambda id, pid: self._note(),
+            on_lost=self._lost,
+        )
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+        # A daemon: when this process ends, the members end with the thread that started them.
+        self._thread = threading.Thread(target=self._run, name="paceline-agent", daemon=True)
+        self._thread.start()
+
+    @property
+    def dir(self) -> Path:
+        return self._record.dir
+
+    @property
+    def pids(self) -> list[int]:
+        """The members' process numbers, by id; 0 for one that does not run now."""
+        running = self._crew.running
+        return [running.get(id, 0) for id in range(self._spec.size)] if running else []
+
+    @property
+    def met(self) -> bool:
+        """Whether members have come to the scheduler: a script that never joins is as many plain scripts."""
+        return self._story is not None and self._story.met
+
+    @property
+    def reason(self) -> str:
+        """Why the run could not go on; "": it could."""
+        return self._crew.over or ""
+
+    def logs(self) -> dict[int, Path]:
+        return {id: self.dir / "logs" / f"rank-{id}.log" for id in range(self._spec.size)}
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else self._result().code
+
+    def wait(self, limit_s: float) -> Outcome | None:
+        deadline = time.monotonic() + limit_s
+        while self._thread.is_alive():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            # In pieces, so that a signal's handler runs soon on the main thread.
+            self._thread.join(min(left, _LOOK_S))
+        return self._result()
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        self._crew.stop(number)
+
+    def kill(self, id: int, number: int) -> None:
+        """Send a signal to one member and what it started."""
+        self._crew.kill(id, number)
+
+    def resize(self) -> None:
+        self._crew.resize()
+
+    def _result(self) -> Outcome:
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        return self._outcome
+
+    # ---- in the job's thread
+
+    def _run(self) -> None:
+        code = 1
+        with self._record:
+            try:
+                self._outcome = self._work()
+                code = self._outcome.code
+            except BaseException as error:  # raised where the job is waited for
+                self._error = error
+            finally:
+                reach.remove(self.dir)
+                (self.dir / _PARAMETERS).unlink(missing_ok=True)
+                self._record.finish(code)
+
+    def _work(self) -> Outcome:
+        keeper = Keeper(
+            self._scheduler(),
+            self._show,
+            self.dir / "logs" / "scheduler.log",
+            on_started=self._scheduled,
+            say=self._say,
+        )
+        idle_since = time.monotonic()
+        try:
+            with Watch() as watch:
+                while not self._crew.gone:
+                    ended = watch.turn()
+                    if self._crew.over is None:  # after that it may end
+                        keeper.turn(watch, ended)
+                    self._hear()
+                    self._crew.turn(watch, ended)
+                    if self._crew.running:
+                        idle_since = time.monotonic()
+                    elif keeper.gave_up:
+                        self._crew.obey(Over(0, "" if self._crew.well else keeper.gave_up))
+                    elif time.monotonic() - idle_since > _IDLE_S:
+                        raise PacelineError(
+                            f"no member runs, and for {_IDLE_S:g} s the scheduler has neither started one nor ended "
+                            f"the run: see {self.dir / 'logs' / 'scheduler.log'}"
+                        )
+                self._settle(watch)
+                if self._story:
+                    self._story.close()
+                keeper.end(watch)
+        finally:
+            if self._story:
+                self._story.close()
+            if self._line:
+                self._line.close()
+        return replace(self._crew.outcome(), unfinished=bool(self.reason))
+
+    def _settle(self, watch: Watch) -> None:
+        """Read the members' last words."""
+        while any(process.rank >= 0 for process in watch.processes):
+            watch.turn()
+
+    def _scheduler(self) -> Start:
+        journal = self.dir / "scheduler.sqlite"
+        for old in self.dir.glob(f"{journal.name}*"):  # of an earlier run of this name: its members are gone
+            old.unlink(missing_ok=True)
+        parameters = Parameters(
+            journal=str(journal.absolute()),
+            least=self._elastic.least,
+            target=self._spec.num_members,
+            most=self._elastic.most,
+            settings=self.settings,
+            silence_s=self._elastic.silence_s,
+            replacements=self._elastic.replacements,
+        )
+        file = (self.dir / _PARAMETERS).absolute()
+        write_private(file, msgspec.json.encode(parameters))
+        command = (sys.executable, "-P", "-m", "paceline.membership.scheduler", str(file))
+        inherited = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+        return Start(rank=-1, command=command, env=inherited | {"PACELINE_TOKEN": self.token})
+
+    def _scheduled(self, address: str, pid: int) -> None:
+        """The scheduler runs, or runs again; its address is always the same."""
+        with contextlib.suppress(OSError):
+            self._record.scheduled(address, pid)
+        if self._line:
+            return
+        reach.write(self.dir, reach.Reach(address=address, token=self.token))
+        self._plan = plan(self._spec, address, self.token)
+        self._story = Story(address, self.token, self._elastic.replacements, self._say)
+        host = Host(name=this_host(), slots=self._elastic.most)
+        self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
+
+    def _hear(self) -> None:
+        """Pass on what the scheduler wants."""
+        with contextlib.suppress(queue.Empty):
+            while self._line:
+                self._crew.obey(self._line.orders.get_nowait())
+
+    def _note(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not stop the others
+            self._record.started(self.pids)
+
+    def _report(self, message: FromAgent) -> None:
+        line = self._line
+        if line is None:
+            return
+        match message:
+            case Started():
+                line.started(message.id, message.pid)
+            case Ended():
+                line.ended(message.id, message.code)
+            case Beat():
+                line.beat(message.paused)
+            case DrainHost():
+                line.drain_host()
+
+    def _member(self, id: int, first: bool) -> Start:
+        start = self._plan[id]
+        return start if first else replace(start, terminal=False)
+
+    def _standby(self) -> Start | None:
+        if not self._elastic.standbys:
+            return None
+        env = environment(self._spec) | {"PACELINE_TOKEN": self.token}  # by which what is left behind is found
+        return Start(rank=-1, command=standby.command(self._spec.python), env=env, cwd=self._spec.cwd, waits=True)
+
+    def _order(self, id: int) -> bytes:
+        env = {name: self._plan[id].env[name] for name in VARIABLES if name in self._plan[id].env}
+        spec = self._spec
+        return standby.encode(standby.Order(script=spec.script, args=spec.args, module=spec.module, env=env))
+
+    def _lost(self, id: int, code: int) -> None:
+        self._losses.append(lost.Lost(rank=id, how=lost.how(code), at=time.time()))
+        with contextlib.suppress(OSError):  # a full disk must not stop the others
+            lost.write(self.dir, self._losses)

@@ -1,0 +1,96 @@
+"""What to say of an elastic run while it goes on: who was lost and how, who is started again, who has come.
+
+It is read off the scheduler's own picture, not guessed from what the launcher sees: only the scheduler knows whether a
+lost member is replaced, and what it knows of other hosts is told too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from paceline.core.errors import PacelineError
+from paceline.membership.agent_line import look
+from paceline.membership.orders import Picture, Seen
+
+_LOOK_S = 0.3  # shorter than the time before a replacement
+_LIMIT_S = 2.0  # for an answer
+
+
+def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]:
+    """What has happened between two pictures, a line each; before the first, nothing has."""
+    lines = []
+    earlier = {seen.id: seen for seen in before.members} if before else {}
+    was_in, is_in = _ids(before) if before else set(), _ids(after)
+    for seen in after.members:
+        old = earlier.get(seen.id)
+        lost_now = seen.state == "lost" and (old is None or old.state != "lost")
+        replaced_now = (old is None or old.state != "lost") and seen.replaced > (old.replaced if old else 0)
+        if lost_now or replaced_now:
+            lines.append(_lost(seen, after, replacements))
+        elif old and old.state != "drained" and seen.state == "drained":
+            lines.append(f"member {seen.id} has left: {_train(is_in - {seen.id})}")
+    if came := sorted(is_in - was_in) if was_in else []:
+        who = ("member " if len(came) == 1 else "members ") + ", ".join(map(str, came))
+        lines.append(f"{who} joined: {_train(is_in)}")
+    lines += [
+        f"host {host} is quarantined: it keeps losing members, and none is started there any more"
+        for host in after.quarantined
+        if not before or host not in before.quarantined
+    ]
+    return lines
+
+
+class Story:
+    """Looks at a run now and then, and says what has happened."""
+
+    def __init__(self, address: str, token: str, replacements: int, say: Callable[[str], None]) -> None:
+        self._where = (address, token)
+        self._replacements = replacements
+        self._say = say
+        self._closed = threading.Event()
+        self.newest: Picture | None = None
+        self.met = False
+        self._thread = threading.Thread(target=self._run, name="paceline-story", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """After a last look; before the scheduler ends."""
+        self._closed.set()
+        self._thread.join(_LIMIT_S + 1.0)
+
+    def _run(self) -> None:
+        closed = False
+        while not closed:
+            closed = self._closed.wait(_LOOK_S)  # and look a last time
+            with contextlib.suppress(PacelineError):  # it is started again, and tells us then
+                picture = look(*self._where, limit_s=_LIMIT_S)
+                for line in tell(self.newest, picture, self._replacements):
+                    self._say(line)
+                self.newest, self.met = picture, self.met or has_met(picture)
+
+
+def has_met(picture: Picture) -> bool:
+    """Whether any member has come to the scheduler. One may also finish without having come."""
+    here = ("arrived", "ready", "in", "draining", "drained")
+    return picture.view is not None or any(seen.state in here for seen in picture.members)
+
+
+def _ids(picture: Picture) -> set[int]:
+    return {member.id for member in picture.view.members} if picture.view else set()
+
+
+def _train(ids: set[int]) -> str:
+    return "1 member trains now" if len(ids) == 1 else f"{len(ids)} members train now"
+
+
+def _lost(seen: Seen, picture: Picture, replacements: int) -> str:
+    what = f"member {seen.id} {seen.why or 'was lost'}; the others go on"
+    if seen.state != "lost":  # it runs again already
+        return f"{what}; it was started again ({seen.replaced} of {replacements})"
+    if seen.again_at:
+        wait_s = max(0.0, seen.again_at - seen.since)
+        return f"{what}; it is started again in {wait_s:.1f} s ({seen.replaced + 1} of {replacements})"
+    used_up = seen.replaced >= replacements > 0
+    return f"{what} without it" + (f": it was started again {seen.replaced} times already" if used_up else "")

@@ -1,0 +1,165 @@
+"""`paceline run -n MIN:MAX`, `scale` and `status` as a user meets them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.launch import record
+
+PACELINE = [sys.executable, "-m", "paceline"]
+# Speaks to the scheduler as a training member does, until there is a file "finish".
+MEMBER = """
+import os, sys
+from paceline.core.errors import Interrupted, TimedOut
+from paceline.core.view import Member
+from paceline.environment import detect
+from paceline.membership.line import Line
+from paceline.membership.orders import Arrive
+
+place = detect()
+me = Member(rank=place.rank, host=place.host, pid=os.getpid(), id=place.rank)
+line = Line(place.scheduler, place.token, Arrive(id=place.rank, member=me), limit_s=20)
+if line.standing.view:
+    line.ready(0)
+number = 0
+while not os.path.exists("finish"):
+    try:
+        new = line.newer(number, 0.1)
+    except TimedOut:
+        continue
+    except Interrupted:
+        line.leave("drained")
+        sys.exit(0)
+    number, ids = new.view.number, [m.id for m in new.view.members]
+    print("view", ids)
+    line.formed(number, 0)
+line.leave("finished")
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')")
+    return tmp_path
+
+
+def paceline(*args):
+    return subprocess.run([*PACELINE, *args], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-n", "4:2"], "'4:2' has its least above its most: write 2:4"),
+        (["-n", "0:2"], "'0:2' is not MIN:MAX in whole numbers of at least 1, such as 2:4"),
+        (["-n", ":"], "':' is not MIN:MAX"),
+        (["-n", "2:"], "'2:' is not MIN:MAX"),
+        (["-n", "1:2:3"], "'1:2:3' is not MIN:MAX"),
+        (["-n", "2:x"], "'2:x' is not MIN:MAX"),
+        (["-n", "2:4", "--strategy", "async"], "-n MIN:MAX does not go with --strategy async yet: only all-reduce"),
+        (["-n", "2:4", "--strategy", "sync(backups=1)"], "does not go with --strategy sync yet"),
+        (["-n", "2:4", "--transport", "gloo"], "-n MIN:MAX does not go with --transport gloo: torch's groups"),
+        (["-n", "2:4", "--transport", "nccl"], "leave --transport at auto"),
+        (["-n", "2:4", "--servers", "2"], "-n MIN:MAX does not go with --servers 2"),
+        (["-n", "4", "--replacements", "2"], "--replacements is for runs whose members may come and go: give -n"),
+        (["-n", "4", "--silence-s", "2"], "give -n MIN:MAX, such as -n 4:4"),
+        (["-n", "2:4", "--silence-s", "0"], "'0' is not a number of seconds of at least 0.1"),
+        (["-n", "2:4", "--replacements", "-1"], "'-1' is not a whole number of at least 0"),
+    ],
+)
+def test_what_cannot_be_elastic(capsys, options, message):
+    assert cli.main(["run", *options, "train.py"]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_what_would_be_started(capsys):
+    assert cli.main(["run", "-n", "2:3", "--dry-run", "train.py"]) == 0
+    shown = capsys.readouterr().out
+    assert len(re.findall("PACELINE_SCHEDULER=", shown)) == 3
+    assert "PACELINE_RENDEZVOUS" not in shown
+
+
+def test_the_help_names_it(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help"])
+    shown = capsys.readouterr().out
+    for word in ("MIN:MAX", "--replacements N", "--silence-s S", "--standbys K", "paceline run -n 2:4 train.py"):
+        assert word in shown
+
+
+def test_scaling_what_cannot_be_scaled(capsys):
+    assert paceline("run", "-n", "1", "--name", "fixed", "train.py").returncode == 0
+    assert cli.main(["scale", "fixed", "2"]) == 2
+    assert "run 'fixed' has a fixed number of members: start it with -n MIN:MAX" in capsys.readouterr().err
+    assert cli.main(["scale", "fixde", "2"]) == 2
+    assert "did you mean 'fixed'?" in capsys.readouterr().err
+
+
+def test_a_script_that_never_joins(capfd):
+    done = paceline("run", "-n", "1:2", "--name", "plain", "train.py")
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] hello", "[1] hello"])
+    assert "the script never called paceline.join(), so 2 independent copies of it ran" in done.stderr
+    assert cli.main(["scale", "plain", "2"]) == 2
+    assert "run 'plain' is not running: finished" in capfd.readouterr().err
+
+
+def test_losing_scaling_looking_and_finishing():
+    Path("train.py").write_text(MEMBER)
+    command = [*PACELINE, "run", "-n", "1:3", "--name", "x", "--standbys", "0", "train.py"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until(launcher, "[0, 1, 2]", times=3)
+        os.kill(record.read(Path("runs/x")).members[1], signal.SIGKILL)
+        until(launcher, "[0, 2, 1]", times=3)
+        status = paceline("status", "x").stdout
+        assert "view 3 of 3 members; 3 wanted, 1 to 3 allowed; scheduler's term 1" in status
+        assert re.search(r"^ +1 +in .* 1  was killed by signal 9$", status, re.M)
+        assert paceline("scale", "x", "2").stdout == "3 to 2 members: member 1 will leave\n"
+        until(launcher, "[0, 2]")
+        assert "must be between 1 and 3" in paceline("scale", "x", "9").stderr
+        Path("finish").touch()
+        _, err = launcher.communicate(timeout=20)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert launcher.returncode == 0, err
+    assert "3 members (elastic, 1 to 3)" in err
+    assert "member 1 was killed by signal 9; the others go on; it is started again in 0.5 s (1 of 3)" in err
+    assert "member 1 joined: 3 members train now" in err
+    assert "a member was lost on the way, and the run finished: 1: killed by signal 9 (runs/x/logs/rank-1.log)" in err
+
+
+def test_sigterm_drains():
+    Path("train.py").write_text(MEMBER)
+    command = [*PACELINE, "run", "-n", "1:2", "--name", "x", "--standbys", "0", "train.py"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until(launcher, "[0, 1]", times=2)
+        launcher.terminate()
+        _, err = launcher.communicate(timeout=20)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert launcher.returncode == 143
+    assert "draining the members (again: kill them)" in err
+    assert "stopped by SIGTERM; to go on: paceline run --name x" in err or "--name x" in err
+
+
+def until(launcher, text, times=1, limit_s=30.0):
+    deadline = time.monotonic() + limit_s
+    while times:
+        assert time.monotonic() < deadline
+        line = launcher.stdout.readline()
+        assert line, launcher.stderr.read()
+        times -= text in line

@@ -1,0 +1,64 @@
+"""What is said of an elastic run, read off two pictures of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.view import Member, View
+from paceline.launch.story import has_met, tell
+from paceline.membership.orders import Picture, Seen
+
+
+def picture(*members, ids=(0, 1), quarantined=()):
+    view = View(number=1, members=tuple(Member(rank=r, host="h", pid=1, id=i) for r, i in enumerate(ids)))
+    return Picture(
+        term=1, view=view if ids else None, least=1, target=2, most=4, members=members, quarantined=quarantined
+    )
+
+
+def seen(id, state="in", **more):
+    return Seen(id=id, host="h", pid=1, state=state, since=100.0, **more)
+
+
+WELL = picture(seen(0), seen(1))
+
+
+@pytest.mark.parametrize(
+    ("after", "lines"),
+    [
+        (WELL, []),
+        (
+            picture(seen(0), seen(1, "lost", why="was killed by signal 9", again_at=100.5), ids=(0,)),
+            ["member 1 was killed by signal 9; the others go on; it is started again in 0.5 s (1 of 3)"],
+        ),
+        (
+            picture(seen(0), seen(1, "starting", why="was killed by signal 9", replaced=1), ids=(0,)),
+            ["member 1 was killed by signal 9; the others go on; it was started again (1 of 3)"],
+        ),
+        (
+            picture(seen(0), seen(1, "lost", why="ended with code 1", replaced=3), ids=(0,)),
+            ["member 1 ended with code 1; the others go on without it: it was started again 3 times already"],
+        ),
+        (picture(seen(0), seen(1, "drained"), ids=(0,)), ["member 1 has left: 1 member trains now"]),
+        (picture(seen(0), seen(1), seen(2), ids=(0, 1, 2)), ["member 2 joined: 3 members train now"]),
+        (
+            picture(seen(0), seen(1), quarantined=("h",)),
+            ["host h is quarantined: it keeps losing members, and none is started there any more"],
+        ),
+    ],
+)
+def test_what_has_happened(after, lines):
+    assert tell(WELL, after, replacements=3) == lines
+    assert tell(after, after, replacements=3) == []
+    losses = [line for line in lines if "joined" not in line and "left" not in line]
+    assert tell(None, after, replacements=3) == losses  # some may be lost before anybody looks
+
+
+def test_a_first_view_is_not_told():
+    assert tell(picture(seen(0, "arrived"), seen(1, "starting"), ids=()), WELL, replacements=3) == []
+
+
+def test_whether_anybody_came():
+    assert not has_met(picture(seen(0, "starting"), seen(1, "lost"), ids=()))
+    assert not has_met(picture(seen(0, "finished"), ids=()))
+    assert has_met(picture(seen(0, "arrived"), ids=()))
