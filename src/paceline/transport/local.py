@@ -17,13 +17,14 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 from paceline.core.errors import AuthError, Interrupted, TimedOut
 from paceline.core.view import View
 
-_HELLO = struct.Struct("<I32s")
+_HELLO = struct.Struct("<QI32s")  # number of the view, rank, proof
 _MAX_LANE = 200
-_TURN_S = 0.02  # for which one thread waits before another may
+_TURN_S = 0.02  # for which one thread waits before another may, or before a close is noticed
 
 
 class Door:
@@ -32,12 +33,25 @@ class Door:
     def __init__(self, token: str) -> None:
         self.name = f"paceline-{secrets.token_hex(12)}"
         self.token = token
+        self._early: dict[tuple[int, int], socket.socket] = {}  # by view and rank: of a view that is not formed here
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind("\0" + self.name)
         self._socket.listen(256)
 
-    def accept(self, limit_s: float) -> tuple[int, socket.socket] | None:
-        """The next member that knocks and holds the token: (rank, link); None after `limit_s`."""
+    def links(self, view: int, ranks: set[int], limit_s: float) -> dict[int, socket.socket]:
+        """Those of `ranks` that have knocked for this view, after waiting up to `limit_s` for one more."""
+        arrival = self._accept(limit_s)
+        if arrival:
+            number, rank, link = arrival
+            if old := self._early.pop((number, rank), None):
+                old.close()
+            self._early[number, rank] = link
+        for number, rank in [key for key in self._early if key[0] < view]:
+            self._early.pop((number, rank)).close()
+        return {rank: self._early.pop((view, rank)) for rank in ranks if (view, rank) in self._early}
+
+    def _accept(self, limit_s: float) -> tuple[int, int, socket.socket] | None:
+        """The next member that knocks and holds the token: (view, rank, link); None after `limit_s`."""
         self._socket.settimeout(max(limit_s, 1e-3))
         try:
             link, _ = self._socket.accept()
@@ -46,42 +60,54 @@ class Door:
         try:
             _same_user(link)
             link.settimeout(5)
-            rank, proof = _HELLO.unpack(link.recv(_HELLO.size))
-            if not hmac.compare_digest(proof, _proof(self.token, self.name, rank)):
+            view, rank, proof = _HELLO.unpack(link.recv(_HELLO.size))
+            if not hmac.compare_digest(proof, _proof(self.token, self.name, view, rank)):
                 raise AuthError("wrong token")
         except (AuthError, OSError, struct.error):  # a stranger on this host: not ours to serve
             link.close()
             return None
-        return rank, link
+        return view, rank, link
 
     def close(self) -> None:
+        for link in self._early.values():
+            link.close()
+        self._early.clear()
         self._socket.close()
 
 
 class Links:
-    """Links to all other members of this host, ready when the constructor returns."""
+    """Links to all other members of this host, ready when the constructor returns.
 
-    def __init__(self, view: View, rank: int, door: Door, limit_s: float) -> None:
+    Where members come and go, `wanted` says whether the view still counts; without it nobody would end the wait for a
+    member that is lost before it has linked.
+    """
+
+    def __init__(
+        self, view: View, rank: int, door: Door, limit_s: float, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         host = view.members[rank].host
         self.rank = rank
         self.ranks = tuple(m.rank for m in view.members if m.host == host)
         self._links: dict[int, socket.socket] = {}
         self._early: dict[tuple[int, str], int] = {}  # descriptors that came before their lane was asked for
         self._taking = threading.Lock()
-        for other in self.ranks:
-            if other < rank:
-                self._links[other] = _knock(view.members[other].local, door.token, rank, limit_s)
         deadline = time.monotonic() + limit_s
-        missing = {other for other in self.ranks if other > rank}
-        while missing:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimedOut(
-                    f"members {sorted(missing)} of this host did not link to member {rank} within {limit_s:g} s"
-                )
-            if (arrival := door.accept(left)) and arrival[0] in missing:
-                missing.discard(arrival[0])
-                self._links[arrival[0]] = arrival[1]
+        try:
+            for other in self.ranks:
+                if other < rank:
+                    self._links[other] = _knock(view, other, door.token, rank, limit_s)
+            while missing := {other for other in self.ranks if other > rank} - self._links.keys():
+                left = deadline - time.monotonic()
+                if not wanted():
+                    raise Interrupted(f"view {view.number} is over before it was formed")
+                if left <= 0:
+                    raise TimedOut(
+                        f"members {sorted(missing)} of this host did not link to member {rank} within {limit_s:g} s"
+                    )
+                self._links |= door.links(view.number, missing, min(left, _TURN_S))
+        except BaseException:
+            self.close()
+            raise
 
     def give(self, rank: int, lane: str, descriptor: int) -> None:
         """Pass a descriptor to a member."""
@@ -103,13 +129,13 @@ class Links:
                 self._take_one(rank, min(left, _TURN_S))
 
     def _take_one(self, rank: int, limit_s: float) -> None:
-        poll = select.poll()  # select.select refuses descriptors above 1023
-        poll.register(self._links[rank], select.POLLIN)
-        if not poll.poll(limit_s * 1000):
-            return
         try:
+            poll = select.poll()  # select.select refuses descriptors above 1023
+            poll.register(self._links[rank], select.POLLIN)
+            if not poll.poll(limit_s * 1000):
+                return
             name, descriptors, _, _ = socket.recv_fds(self._links[rank], _MAX_LANE, 1)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: it was closed here
             raise Interrupted(f"member {rank} left: {error}") from None
         if not name:
             raise Interrupted(f"member {rank} left")
@@ -117,10 +143,9 @@ class Links:
 
     def check(self, rank: int) -> None:
         """Raise Interrupted if that member has gone."""
-        link = self._links[rank]
-        if link.fileno() >= 0:
+        with contextlib.suppress(OSError, ValueError):  # it was closed here
             poll = select.poll()
-            poll.register(link, 0)  # hang-up is reported even where descriptors are still unread
+            poll.register(self._links[rank], 0)  # hang-up is reported even where descriptors are still unread
             if not poll.poll(0):
                 return
         gone = Interrupted(f"member {rank} left the run")
@@ -137,21 +162,24 @@ class Links:
         self._early.clear()
 
 
-def _knock(name: str, token: str, rank: int, limit_s: float) -> socket.socket:
+def _knock(view: View, at: int, token: str, rank: int, limit_s: float) -> socket.socket:
+    name = view.members[at].local
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(limit_s)
     try:
         link.connect("\0" + name)
         _same_user(link)
-        link.send(_HELLO.pack(rank, _proof(token, name, rank)))
+        link.send(_HELLO.pack(view.number, rank, _proof(token, name, view.number, rank)))
     except OSError as error:
         link.close()
-        raise Interrupted(f"cannot reach the member behind {name!r} on this host: {error}") from None
+        gone = Interrupted(f"cannot reach member {at} on this host: {error}")
+        gone.rank = at
+        raise gone from None
     return link
 
 
-def _proof(token: str, name: str, rank: int) -> bytes:
-    return hmac.new(token.encode(), f"{name} {rank}".encode(), hashlib.sha256).digest()
+def _proof(token: str, name: str, view: int, rank: int) -> bytes:
+    return hmac.new(token.encode(), f"{name} {view} {rank}".encode(), hashlib.sha256).digest()
 
 
 def _same_user(link: socket.socket) -> None:

@@ -18,26 +18,46 @@ from paceline.transport.mesh import Mesh, visit
 
 
 class Wires:
-    """All connections of one member in one view."""
+    """All connections of one member, in one view after another."""
 
     def __init__(self, token: str, address: str = "127.0.0.1", *, encrypt: bool | None = None) -> None:
         self._door = Door(token)
         self._listener = Listener(address, token=token, encrypt=encrypt)
         self._token = token
         self._visits: list[Channel] = []
+        self._newest = 0  # number of the newest view that was heard of
 
     def describe(self, rank: int, host: str) -> Member:
         """This member as the others will see it."""
         return Member(rank=rank, host=host, pid=os.getpid(), address=self._listener.address, local=self._door.name)
 
     def join(self, view: View, rank: int, *, limit_s: float, status: Status) -> None:
-        """Connect to the members of this host; channels to other hosts are opened when first used."""
+        """Connect to the members of this host; channels to other hosts are opened when first used.
+
+        Called again for each view that follows; the connections of the one before are closed.
+        """
+        self.leave()
         self.view = view
         self.rank = rank
         self.limit_s = limit_s
         self.status = status
-        self.links = Links(view, rank, self._door, limit_s)
+        self.links = Links(view, rank, self._door, limit_s, lambda: self._newest <= view.number)
         self.mesh = Mesh(view, rank, self._token, self._listener, limit_s)
+        if self._newest > view.number:
+            self.leave()
+
+    def leave(self) -> None:
+        """Close the connections of this view: the abort. Whoever waits in one, here or elsewhere, gets Interrupted."""
+        if hasattr(self, "mesh"):
+            self.mesh.close()
+        if hasattr(self, "links"):
+            self.links.close()
+
+    def outdated(self, number: int) -> None:
+        """View `number` takes the place of older ones; from any thread."""
+        self._newest = max(self._newest, number)
+        if hasattr(self, "view") and self.view.number < number:
+            self.leave()
 
     def visit(self, rank: int) -> Channel:
         """A channel to the desk of a member, which may be this one."""
@@ -50,9 +70,7 @@ class Wires:
         """Close everything; whoever waits for this member is told at once."""
         for channel in self._visits:
             channel.close()
-        if hasattr(self, "links"):
-            self.links.close()
-            self.mesh.close()
+        self.leave()
         self._door.close()
         self._listener.close()
 
