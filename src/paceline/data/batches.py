@@ -29,28 +29,34 @@ class Batches:
     """The batches of one epoch from one point on. An iterator; `close` ends it early."""
 
     def __init__(self, loader: Loader, feed: Feed) -> None:
-        self._loader, self.feed, self._reader = loader, feed, feed.reader
+        self._loader = loader
         device = loader.device
         self._here = Here(device) if device is not None and device.type != "cpu" else None
         self._ahead = Ahead(device) if self._here and device is not None and device.type == "cuda" else None
+        self._line: Iterator[Any] | None = None
+        self.over = False
+        self._drawn = False
+        self.turn_to(feed)
+
+    def turn_to(self, feed: Feed) -> None:
+        """Go on with another feed; what was fetched ahead of the old one is dropped."""
+        self._drop_line()
+        self.feed, self._reader = feed, feed.reader
         if self._here and hasattr(feed, "place"):
             feed.place = self._here.put
-        self._line: Iterator[Any] | None = None
         self._in_background = False
         self._slow = 0
-        self._over = False
-        self._drawn = False
 
     @property
     def active(self) -> bool:
         """Whether a loop has drawn from it and may draw more."""
-        return self._drawn and not self._over
+        return self._drawn and not self.over
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Any:
-        if self._over:
+        if self.over:
             raise StopIteration
         loader = self._loader
         try:
@@ -84,7 +90,10 @@ class Batches:
 
     def close(self) -> None:
         """Stop fetching; idempotent."""
-        self._over = True
+        self.over = True
+        self._drop_line()
+
+    def _drop_line(self) -> None:
         line, self._line = self._line, None
         if isinstance(line, Background | Workers):
             line.close()

@@ -15,10 +15,11 @@ place in the loader back, and from then on iterations over this loader keep thei
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from operator import index
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import torch
 
@@ -45,6 +46,15 @@ _TORCH = {  # what a torch DataLoader calls things
     "pin_memory": "leave it out, batches are copied to run.device ahead of use by themselves",
     "persistent_workers": "leave it out, workers live as long as one iteration",
 }
+
+
+class _Mark(NamedTuple):
+    """A place in an iteration."""
+
+    feed: Feed | None
+    epoch: int
+    number: int  # of the pass
+    at: Any  # as the feed says it
 
 
 class Loader:
@@ -128,6 +138,9 @@ class Loader:
         self._goes_on = False  # iterations are known to go on over the ends of epochs
         self._coming: int | None = None  # the epoch of the next iteration, while one of an earlier epoch goes on
         self._live: weakref.WeakSet[Batches] = weakref.WeakSet()
+        self._agree = agree
+        self._marked = _Mark(None, 0, 0, 0)
+        self._out = False
         if workers and self.source.in_memory:
             self.workers = 0
             self.note("workers has no effect: the dataset is made of tensors, which are quicker to index here")
@@ -166,6 +179,8 @@ class Loader:
         self._feed, self._earlier = self.source.begin(self._pass_seed(), self.epoch, self._start()), None
         batches = Batches(self, self._feed)
         self._live.add(batches)
+        if not self._out:
+            self.mark()
         return batches
 
     def _pass_seed(self) -> int:
@@ -184,6 +199,7 @@ class Loader:
             self._coming = epoch
         else:
             self.set_epoch(epoch)
+        self.mark()
 
     def _under_way(self) -> bool:
         """Whether the newest iteration, or the one that a loaded state stands in, may give more."""
@@ -191,10 +207,28 @@ class Loader:
             return bool(self._start())
         return any(batches.active and batches.feed is self._feed for batches in self._live)
 
+    def mark(self) -> None:
+        """What was handed out so far counts: its step is committed."""
+        self._marked = _Mark(self._feed, self.epoch, self._pass, self._feed.mark() if self._feed else 0)
+        self._out = False
+
+    @property
+    def out(self) -> bool:
+        """Whether batches were handed out whose step is not committed."""
+        return self._out and self.terms.pad
+
+    def committed(self) -> dict[str, Any]:
+        """As `state_dict`, but as far as steps are committed."""
+        feed, epoch, number, at = self._marked
+        return self._state(feed, at, epoch, number)
+
     def state_dict(self) -> dict[str, Any]:
         """How far the user has come, in plain numbers and words; the same on all members."""
-        body = self._feed.state() if self._feed and self.terms.pad else self._start()
-        where = {"epoch": self.epoch, "pass": self._pass, "seed": self.seed}
+        return self._state(self._feed, self._feed.mark() if self._feed else 0, self.epoch, self._pass)
+
+    def _state(self, feed: Feed | None, at: Any, epoch: int, number: int) -> dict[str, Any]:
+        body = feed.state(at) if feed and self.terms.pad else self._start(epoch, number)
+        where = {"epoch": epoch, "pass": number, "seed": self.seed}
         goes_on = {"goes_on": True} if self._goes_on else {}
         return {"consumed": 0} | body | where | goes_on | self._fingerprint()
 
@@ -209,6 +243,18 @@ class Loader:
         self.seed, self._loaded = state["seed"], dict(state) if self.terms.pad else {}
         self.set_epoch(state["epoch"])
         self._earlier, self._goes_on = None, state.get("goes_on", False)
+
+    def go_on(self, state: dict[str, Any], rank: int, size: int) -> None:
+        """Go on from a state as another one of so many members; so does the loop that is under way."""
+        live = [batches for batches in self._live if batches.feed is self._feed and not batches.over]
+        self.terms = dataclasses.replace(self.terms, rank=rank, size=size)
+        self.source = source_of(self.dataset, self.terms, self._agree)
+        self.load_state_dict(state)
+        if live and self.terms.pad:
+            self._feed, self._begun = self.source.begin(self._pass_seed(), self.epoch, self._start()), True
+            for batches in live:
+                batches.turn_to(self._feed)
+        self.mark()
 
     def close(self) -> None:
         """End all iterations and whatever fetches for them."""
@@ -239,6 +285,7 @@ class Loader:
     def handed_out(self, feed: Feed, real: int) -> None:
         """Called by an iteration for each batch, in the consumer's thread."""
         self.last_real = real
+        self._out = True
         if feed is self._feed:
             self._begun = True
         if self.draw:
@@ -249,9 +296,10 @@ class Loader:
         if feed is self._feed:
             self._begun, self._loaded = True, {}
 
-    def _start(self) -> dict[str, Any]:
-        """Where this pass begins."""
-        if (self._loaded.get("epoch"), self._loaded.get("pass")) != (self.epoch, self._pass):
+    def _start(self, epoch: int | None = None, number: int | None = None) -> dict[str, Any]:
+        """Where a pass begins: this one, or the given one of an epoch."""
+        place = (self.epoch, self._pass) if epoch is None else (epoch, number)
+        if (self._loaded.get("epoch"), self._loaded.get("pass")) != place:
             return {}
         return {key: self._loaded[key] for key in ("consumed", "history", "files", "done") if key in self._loaded}
 

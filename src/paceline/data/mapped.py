@@ -66,5 +66,9 @@ class MapFeed:
         if isinstance(self.course, DealtCourse):
             self.course.stop()
 
-    def state(self) -> dict[str, Any]:
-        return {"consumed": self.course.consumed(self.course.done), "history": self.course.history()}
+    def mark(self) -> int:
+        """The place up to which batches were handed out; `state` tells what it means."""
+        return self.course.done
+
+    def state(self, at: int) -> dict[str, Any]:
+        return {"consumed": self.course.consumed(at), "history": self.course.history(at)}

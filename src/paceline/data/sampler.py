@@ -152,8 +152,9 @@ class Course:
         lengths = self._lengths[:1] if self.sampler.partition.whole else self._lengths
         return self._consumed_before + sum(min(reach, length) for length in lengths)
 
-    def history(self) -> History:
-        now = [[self.sampler.size, self.sampler.batch_size, self.done]] if self.done else []
+    def history(self, done: int | None = None) -> History:
+        done = self.done if done is None else done
+        now = [[self.sampler.size, self.sampler.batch_size, done]] if done else []
         return self._before + now
 
 
@@ -218,7 +219,7 @@ class DealtCourse(Course):
     def real(self, number: int) -> int:
         return super().real(self._numbers[number])
 
-    def history(self) -> History:
+    def history(self, done: int | None = None) -> History:
         return []  # what all members have done is not known here: an epoch that is resumed begins anew
 
     def consumed(self, done: int) -> int:

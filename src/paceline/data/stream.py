@@ -102,5 +102,8 @@ class StreamFeed:
         self.consumed += total
         return batch, real
 
-    def state(self) -> dict[str, Any]:
-        return {"consumed": self.consumed}
+    def mark(self) -> int:
+        return self.consumed
+
+    def state(self, at: int) -> dict[str, Any]:
+        return {"consumed": at}

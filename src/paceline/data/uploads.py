@@ -93,8 +93,11 @@ class UploadFeed:
         if self._waiting:
             self._rest_if_idle()
 
-    def state(self) -> dict[str, Any]:
-        return {"consumed": self.consumed}
+    def mark(self) -> int:
+        return self.consumed
+
+    def state(self, at: int) -> dict[str, Any]:
+        return {"consumed": at}
 
     def _wait(self) -> None:
         self._waiting = True
