@@ -96,7 +96,7 @@ class AllReduce:
         self.method = Method.of(codec, back)
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-        if world.group.size == 1:
+        if world.group.size == 1 and not world.elastic:
             if self.method.codec and not self._world:
                 world.tell(f"codec {self.method.words} has no effect: this run has one member")
             self._world = world
@@ -118,6 +118,8 @@ class AllReduce:
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         self.reduced()
+        if self._world and self._world.dropped:
+            return False
         self._check_momentum(optimizer)
         if engine := self._drives.get(id(optimizer)):
             engine.stepped(optimizer)
@@ -147,6 +149,11 @@ class AllReduce:
     def together(self, *, keep: bool = False) -> None:
         pass  # they always are
 
+    def regroup(self) -> None:
+        self._task = -1
+        for engine in self._engines.values():
+            engine.regroup()
+
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         if any(e.busy for e in self._engines.values()):
             raise _failed_pass()
@@ -156,10 +163,18 @@ class AllReduce:
     def reduced(self) -> None:
         """End the backward pass of every model that is in one."""
         engines = [e for e in self._engines.values() if e.busy]
-        for engine in engines:
-            engine.launch_rest()
-        for engine in engines:
-            engine.collect()
+        try:
+            for engine in self._engines.values():
+                if engine.broken:
+                    raise engine.broken
+            for engine in engines:
+                engine.launch_rest()
+            for engine in engines:
+                engine.collect()
+        except Interrupted as error:
+            if not self._world or not self._world.elastic:
+                raise
+            self._world.mend(error)
 
     def _check_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         if getattr(self.method.codec, "momentum", 0.0):
@@ -172,7 +187,7 @@ class AllReduce:
 
     def _coder(self, model: torch.nn.Module, world: World) -> Coder | None:
         mine = f"{self.method.words}, feedback={self._feedback}, warmup={self._warmup}"
-        told = [words.decode() for words in world.group.exchange(mine.encode())]
+        told = [words.decode() for words in world.do(lambda group: group.exchange(mine.encode()))]
         for rank, words in enumerate(told):
             if words != told[0]:
                 raise ConfigError(f"member 0 encodes with {told[0]} and member {rank} with {words}: give all the same")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
-from paceline.strategies.buckets import BAD, LATE, MARKS, WEIGHT, WISH, Layout, Slot
+from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, WEIGHT, WISH, Layout, Slot
 from paceline.strategies.reducers import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
@@ -39,6 +39,7 @@ class Engine:
     ) -> None:
         self.order: list[str] = []  # of arrival, on the first member
         self.busy = False  # a backward pass is under way and some gradient has arrived
+        self.broken: Interrupted | None = None  # the group broke in this pass
         self._model = model
         self._world = world
         self._bucket_bytes = bucket_bytes
@@ -82,7 +83,7 @@ class Engine:
                 self._names.setdefault(id(p), name)
         new = {self._names[i]: p for i, p in self._parameters.items() if i not in known}
         buffers = {} if known else dict(self._model.named_buffers())
-        make_equal(self._world.group, new, buffers)
+        self._world.do(lambda group: make_equal(group, new, buffers))
         for p in new.values():
             if _trainable(p):
                 self._hooks.append(_hook(p, p.register_post_accumulate_grad_hook, self._arrived))
@@ -109,31 +110,40 @@ class Engine:
 
     def _arrived(self, p: torch.Tensor) -> None:
         """The gradient of `p` is ready. Runs inside the backward pass."""
-        task = torch._C._current_graph_task_id()
-        if task != self._pass:
-            self._pass = task
-            self._count_pass(p)
-        if self._world.accumulating:
-            assert p.grad is not None
-            self._kept = weakref.ref(p.grad)
-            if slot := self._slots.get(id(p)):
-                slot.mean = False
+        world = self._world
+        if world.elastic and (world.dropped or self.broken or world.group.size == 1):
+            world.passed += 1
             return
-        self._begin()
-        layout = self._layout
-        if layout is None:
-            self._arrivals.append(self._names[id(p)])
-            return
-        slot = self._slots.get(id(p))
-        if slot is None or slot.arrived or slot.view.dtype != p.dtype:
-            self._add(p, slot)
-            return
-        slot.bucket.arena.progress()  # what can be summed by now frees its gradients before this one is copied
-        self._take(slot)
-        bucket = slot.bucket
-        bucket.missing -= 1
-        if not bucket.missing:
-            layout.launch()
+        try:
+            task = torch._C._current_graph_task_id()
+            if task != self._pass:
+                self._pass = task
+                self._count_pass(p)
+            if world.accumulating:
+                assert p.grad is not None
+                self._kept = weakref.ref(p.grad)
+                if slot := self._slots.get(id(p)):
+                    slot.mean = False
+                return
+            self._begin()
+            layout = self._layout
+            if layout is None:
+                self._arrivals.append(self._names[id(p)])
+                return
+            slot = self._slots.get(id(p))
+            if slot is None or slot.arrived or slot.view.dtype != p.dtype:
+                self._add(p, slot)
+                return
+            slot.bucket.arena.progress()  # what can be summed by now frees its gradients before this one is copied
+            self._take(slot)
+            bucket = slot.bucket
+            bucket.missing -= 1
+            if not bucket.missing:
+                layout.launch()
+        except Interrupted as error:
+            if not world.elastic:
+                raise
+            self.broken = error  # mended when the pass has ended
 
     def _count_pass(self, p: torch.Tensor) -> None:
         """Note the weight of a pass, whose first gradient is that of `p`, with those of the passes it is added to."""
@@ -164,7 +174,7 @@ class Engine:
         for hook in self._weighing.values():
             hook.remove()
         self._weighing.clear()
-        if weight != 1.0:
+        if weight != 1.0 and self._world.group.size > 1:
             self._weighing = {
                 i: _hook(p, p.register_hook, functools.partial(self._weighed, p, weight))
                 for i, p in self._parameters.items()
@@ -244,7 +254,7 @@ class Engine:
             float(bool(self._bad)),
         )
         self._weights.clear()
-        control[WISH] = float(self._world.wish)
+        control[WISH], control[MOVE] = float(self._world.wish), float(self._world.move)
         layout.control.copy_(torch.tensor(control))
         if self._moving and self._world.group.rank == 0:
             torch._foreach_copy_(layout.buffer_views, self._buffers())
@@ -268,7 +278,9 @@ class Engine:
         if self.coder:
             self.coder.end(self._uncounted(self.coder, control))
         self.busy = False
+        self._world.passed += 1
         self._world.granted = self._world.granted or control[WISH] > 0
+        self._world.moving = self._world.moving or control[MOVE] > 0
         if control[BAD]:
             self._report_bad()
         correction = group.size / control[WEIGHT] if control[WEIGHT] else math.nan
@@ -356,6 +368,23 @@ class Engine:
         self._layout = Layout(group, named, self._buffers(), self._bucket_bytes, self.coder)
         self._arenas = self._layout.arenas
         self._slots = {id(s.parameter): s for s in self._layout.slots}
+
+    def regroup(self) -> None:
+        """The world has another group. What the pass under way had said is unsaid, its gradients are zeros."""
+        if self.coder:
+            self.coder.end(self._names.values())
+        self.busy, self.broken, self._layout, self._bad = False, None, None, ""
+        self._arenas = []  # closed with their group
+        self._slots = {}
+        self._late.clear()
+        self._arrivals.clear()
+        self._weights.clear()
+        self._exchanged.clear()
+        self._scale = 1.0 / self._world.group.size
+        self._weigh(self._world.tally.weight)
+        for p in self._parameters.values():
+            if p.grad is not None or p.requires_grad:  # whatever the script does to gradients before its step
+                p.grad = torch.zeros_like(p)
 
     def _warn_of_momentum(self) -> None:
         if not self._warned:

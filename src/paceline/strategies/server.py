@@ -83,6 +83,9 @@ class Served:
             make_equal(world.group, {}, dict(model.named_buffers()))
         self._adopt(model, optimizer)
 
+    def regroup(self) -> None:
+        raise ConfigError("a run with servers cannot change its group of workers")
+
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._tables:
             self._adopt(self._models[-1], optimizer)

@@ -7,13 +7,16 @@ Two moments matter. `loss.backward()` returns: a strategy that exchanges gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Never, Protocol, TypeVar
 
 import torch
 
+from paceline.core.errors import Interrupted
 from paceline.core.status import Status
 from paceline.transport.group import Group
 from paceline.transport.wires import Wires
+
+T = TypeVar("T")
 
 
 class Tally:
@@ -99,6 +102,22 @@ class World:
         self.wish = False  # this member would like a pause between two steps, for a checkpoint
         self.granted = False  # some member wished, and all know it
         self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
+        self.together: Callable[[Callable[[Group], Any]], Any] | None = None
+        # Where members come and go (`paceline.train.team`):
+        self.elastic = False
+        self.mend: Callable[[Interrupted], object] = _raise  # the group broke in a pass: form the next one
+        self.dropped = False  # what the loop does until it asks for its next batch counts for nothing
+        self.move = False  # this member has heard of a view that all are to go to between two steps
+        self.moving = False  # some member has, and all know it
+        self.passed = 0  # passes since the last step
+
+    def do(self, operation: Callable[[Group], T]) -> T:
+        """Something that all members do together, with the group they have then."""
+        return self.together(operation) if self.together else operation(self.group)
+
+
+def _raise(error: Interrupted) -> Never:
+    raise error
 
 
 class Strategy(Protocol):
@@ -136,6 +155,9 @@ class Strategy(Protocol):
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         """Parameters were added to an optimizer."""
+
+    def regroup(self) -> None:
+        """The world has another group: a pass that is under way counts for nothing, and the next one goes to these."""
 
     def state_dict(self) -> dict[str, Any]:
         """What all members have alike."""

@@ -34,7 +34,7 @@ class Ending:
         self._directory = directory
         self._events = events
         self._status = status
-        self._first = first
+        self.first = first  # the one that says what became of the run
         self._host = host
         self._began = time.monotonic()
         self._members: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ class Ending:
         if self._failure:
             end["reason"] = self._failure
         self._events.emit("end", **end)
-        if not self._first or not last.get("step"):
+        if not self.first or not last.get("step"):
             return
         from paceline.train.report import write_report
         from paceline.train.summary import print_summary, summarise, write_summary

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline.core.directory import make_directory
@@ -19,16 +20,19 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
 from paceline.core.settings import Settings
 from paceline.core.status import Status
-from paceline.core.view import Member
+from paceline.core.view import Member, View
 from paceline.environment import Place, detect
-from paceline.membership import meet
+from paceline.membership import Meeting, meet
+from paceline.membership.line import Line
+from paceline.membership.orders import Arrive
 from paceline.server.dealing import Dealer
 from paceline.server.outside.desk import Desk
-from paceline.strategies import Strategy, choose, make_strategy, words_of
+from paceline.strategies import AllReduce, Strategy, choose, make_strategy, words_of
 from paceline.strategies.server import Served
 from paceline.train.ending import Ending
 from paceline.train.progress import MODES, make_progress
 from paceline.train.run import Run
+from paceline.train.team import Team
 from paceline.train.tensorboard import tensorboard_sink
 from paceline.transport.group import Group, solo
 from paceline.transport.hub import HubGroup
@@ -77,7 +81,14 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         wires.append(Wires(token, _address(place)))
         return wires[0].describe(place.rank, place.host)
 
-    meeting = meet(place, describe, asked)
+    line: Line | None = None
+    if place.scheduler:
+        wires.append(Wires(place.token, _address(place)))
+        me = msgspec.structs.replace(wires[0].describe(place.rank, place.host), id=place.rank)
+        line = Line(place.scheduler, place.token, Arrive(id=place.rank, member=me), limit_s=asked.join_limit_s)
+        meeting = Meeting(View(number=0, members=()), line.standing.settings, place.token)
+    else:
+        meeting = meet(place, describe, asked)
     agreed = _merge(meeting.settings, settings, place)
     _check_words(agreed)
     directory = Path(agreed.root) / agreed.name
@@ -85,8 +96,14 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     chosen, said = _strategy(strategy, agreed)
     agreed = agreed.with_(strategy=words_of(chosen))
     status = Status(directory / "status" / f"rank-{place.rank}", place.host)
-    group, dealer = solo(), None
-    if wires:
+    group, dealer, team = solo(), None, None
+    if line:
+        _check_elastic(chosen, agreed)
+        status.set("waiting for the other members")
+        team = Team(line, wires[0], place.rank, limit_s=agreed.wait_limit_s, status=status)
+        team.meet()
+        group = team.group
+    elif wires:
         status.set("connecting")
         wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status)
         if place.servers and chosen.forgives:
@@ -96,15 +113,26 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             group = _form(wires[0], place.workers, agreed.transport, device)
     status.set("preparing")
 
-    events, closers = _events(directory, agreed, place.rank)
+    first = group.rank == 0 and not (team and team.outside)
+    # A run's events are those of its first member, whoever that is; a replacement for it needs a file of its own.
+    own = place.rank if not team else 0 if first else place.rank or place.size
+    events, closers = _events(directory, agreed, place.rank, own, first=first)
     ending = Ending(
         directory=directory,
         script=script,
         events=events,
         status=status,
-        first=place.rank == 0,
+        first=first,
         host=place.host,
     )
+
+    def lead() -> None:
+        """The first member is gone: this one tells of the run from now on."""
+        taken, more = _events(directory, agreed, place.rank, 0, first=True)
+        events.sinks[:] = taken.sinks
+        closers.extend(more)
+        ending.first = True
+
     run = Run(
         settings=agreed,
         directory=directory,
@@ -117,9 +145,20 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         wires=wires[0] if wires else None,
         servers=range(place.workers, place.size),
         dealer=dealer,
+        team=team,
+        lead=lead,
     )
-    desk = _desk(place, wires[0], directory, meeting.token, chosen, agreed.strategy) if wires else None
-    ending.watch(run._finish, [*([desk.close] if desk else []), group.close, *(w.close for w in wires), *closers])
+    desk = None
+    if wires and not team:
+        desk = _desk(place, wires[0], directory, meeting.token, chosen, agreed.strategy)
+
+    def close() -> None:
+        for closer in [*([desk.close] if desk else []), *([team.close] if team else [group.close])]:
+            closer()
+        for closer in [*(w.close for w in wires), *closers]:
+            closer()
+
+    ending.watch(run._finish, [close])
     if place.kind == "paceline" and place.rank == 0:
         for message in [*_without_effect(settings, agreed), *([said] if said else [])]:
             events.emit("warning", message=message)
@@ -127,6 +166,20 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             run._tell(_shards_live_here(agreed.strategy))
     _current = run
     return run
+
+
+def _check_elastic(strategy: Strategy, settings: Settings) -> None:
+    """Refuse what cannot lose a member in place yet."""
+    if not isinstance(strategy, AllReduce):
+        raise ConfigError(
+            f"-n MIN:MAX goes with --strategy allreduce, not with {settings.strategy}: start it with -n N; with server "
+            "processes, async and bounded go on without a worker that is lost"
+        )
+    if settings.transport not in ("auto", "own"):
+        raise ConfigError(
+            f"-n MIN:MAX goes with our own transport, not with {settings.transport}, whose groups cannot be formed "
+            "again: leave --transport out"
+        )
 
 
 def _strategy(given: Strategy | str | None, agreed: Settings) -> tuple[Strategy, str]:
@@ -231,15 +284,21 @@ def _address(place: Place) -> str:
     """The address on which the others reach this member: loopback where all share this host."""
     if place.local_size == place.size:
         return "127.0.0.1"
-    towards = place.rendezvous.rsplit(":", 1)[0] if place.kind == "paceline" else os.environ["MASTER_ADDR"]
+    towards = (
+        (place.scheduler or place.rendezvous).rsplit(":", 1)[0]
+        if place.kind == "paceline"
+        else os.environ["MASTER_ADDR"]
+    )
     return own_address(towards.strip("[]"))
 
 
-def _events(directory: Path, settings: Settings, rank: int) -> tuple[Events, list[Callable[[], None]]]:
-    lines = JsonLines(directory / "events" / f"rank-{rank}.jsonl")
+def _events(
+    directory: Path, settings: Settings, rank: int, file: int, *, first: bool
+) -> tuple[Events, list[Callable[[], None]]]:
+    lines = JsonLines(directory / "events" / f"rank-{file}.jsonl")
     events = Events(rank, [lines])
     closers: list[Callable[[], None]] = [lines.close]
-    if rank == 0:
+    if first:
         progress = make_progress(settings.progress)
         events.sinks.append(progress)
         closers.append(progress.close)

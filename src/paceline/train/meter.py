@@ -75,7 +75,7 @@ class Meter:
         self.totals["sent_bytes"] = 0
         self._events = events
         self._status = status
-        self._size = size
+        self.size = size
         self._readings = readings
         self._scalars = Scalars()
         self._epoch_scalars: dict[str, tuple[float, int]] = {}
@@ -133,7 +133,7 @@ class Meter:
             old = self._epoch_scalars.get(name, (0.0, 0))
             self._epoch_scalars[name] = (old[0] + total, old[1] + count)
         since = dict(self._since)
-        since["samples"] *= self._size
+        since["samples"] *= self.size
         since["sent_bytes"] = int(since["sent_bytes"])
         scalars = {name: total / count for name, (total, count) in taken.items()}
         self._events.emit("step", epoch=self.epoch, step=self.step, scalars=scalars, **since)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from paceline.core.errors import ConfigError
@@ -33,7 +34,9 @@ from paceline.train.meter import Meter
 from paceline.train.optimizer import adopt
 from paceline.train.outermost import Outermost
 from paceline.train.pool import LossOf, Pool, check
+from paceline.train.replica import Replica
 from paceline.train.saving import Saver, Stateful
+from paceline.train.team import Change, Team
 from paceline.train.window import Window
 from paceline.transport.group import Group
 from paceline.transport.hub import HubGroup
@@ -59,14 +62,12 @@ class Run:
         wires: Wires | None = None,
         servers: Sequence[int] = (),
         dealer: Dealer | None = None,
+        team: Team | None = None,
+        lead: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings = settings
         self.dir = directory
         self.device = device
-        self.group = group
-        self.rank = group.rank
-        self.size = group.size
-        self.is_first = group.rank == 0
         self.seed = settings.seed
         self._dealer = dealer
         if dealer:
@@ -86,11 +87,14 @@ class Run:
             servers=servers,
             limit_s=settings.wait_limit_s,
         )
+        self._team = team
+        self._lead = lead  # take over what the first member does besides training
+        self._leads = group.rank == 0 and not (team and team.outside)
         self._saver = Saver(
             directory / "checkpoints",
             settings.checkpoint_keep,
             settings.checkpoint_every_s,
-            group,
+            self._world,
             events,
             settings.seed,
             strategy,
@@ -106,10 +110,49 @@ class Run:
         self._in_epochs = self._began = False
         self._outermost = Outermost(self._warn)
         self._window = Window(self._warn)
-        self._save_next = False  # a step has ended since all members agreed to save
-        self._epoch_step = 0  # steps before the epoch under way
+        self._replica = Replica(
+            world=self._world,
+            strategy=strategy,
+            saver=self._saver,
+            meter=self._meter,
+            loaders=self._loaders,
+            seed=settings.seed,
+            on_group=self._regrouped,
+        )
         self._here = set(group.ranks)
         self._pool: Pool | None = None  # threads that train now
+        if team:
+            self._world.elastic = True
+            self._world.together, self._world.mend = team.do, team.mend
+            team.body, team.changed = self._replica, self._changed
+
+    @property
+    def group(self) -> Group:
+        """The members that train together; another one where some come or go."""
+        return self._world.group
+
+    @property
+    def rank(self) -> int:
+        return self._team.expected[0] if self._team else self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self._team.expected[1] if self._team else self.group.size
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def view(self) -> int:
+        """The number of the present view; it rises each time that members come or go."""
+        return self._team.view.number if self._team and self._team.view else 1
+
+    @property
+    def step(self) -> int:
+        """Steps that the run has committed: what collectives in the loop should be tied to, where members come and
+        go."""
+        return self._meter.step
 
     # ---- what the loop uses
 
@@ -186,14 +229,17 @@ class Run:
         if first >= count > 0:
             self._warn(f"all {count} epochs are done: nothing is left to train; raise their number, or use --fresh")
         self._in_epochs = True
-        for epoch in range(first, count):
+        epoch = first
+        while epoch < count:
             self._enter_epoch(epoch, count)
             yield epoch
+            epoch = self._meter.epoch  # a member that was away has come back in a later one
             self._leave_epoch(epoch)
+            epoch += 1
         self._in_epochs = False
         self._saver.report(wait=True)
         self._status.set("after training")
-        self._ending.gather(self.group, self._totals())
+        self._world.do(lambda group: self._ending.gather(group, self._totals()))
 
     def in_threads(
         self,
@@ -284,20 +330,24 @@ class Run:
         self._status.set("evaluating")
         with self._waiting():
             self._strategy.together()
-        loader = Loader(
-            dataset,
-            batch_size=batch_size,
-            rank=self.rank,
-            size=self.size,
-            device=self.device,
-            seed=self.seed,
-            shuffle=False,
-            pad=False,
-            agree=self._agree,
-            **options,
-        )
-        batches = ((batch, loader.last_real) for batch in loader)
-        result = metrics.evaluate(self.group, measure, batches, self._models)
+
+        def everyone(group: Group) -> dict[str, float]:
+            loader = Loader(
+                dataset,
+                batch_size=batch_size,
+                rank=group.rank,
+                size=group.size,
+                device=self.device,
+                seed=self.seed,
+                shuffle=False,
+                pad=False,
+                agree=self._agree,
+                **options,
+            )
+            batches = ((batch, loader.last_real) for batch in loader)
+            return metrics.evaluate(group, measure, batches, self._models)
+
+        result = self._world.do(everyone)
         for name, value in result.items():
             self._tell_metric(name, value)
         self._meter.start()
@@ -306,29 +356,30 @@ class Run:
 
     def metric(self, name: str, value: float, weight: float = 1.0) -> float:
         """The mean of `value` over the members, weighted; written to the events."""
-        mean = metrics.weighted_means(self.group, {name: (float(value) * weight, float(weight))})[name]
+        sums = {name: (float(value) * weight, float(weight))}
+        mean = self._world.do(lambda group: metrics.weighted_means(group, sums))[name]
         self._tell_metric(name, mean)
         return mean
 
     # ---- the user's own collectives; sub-groups are made with run.group.subgroup(ranks)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return self.group.all_reduce(tensor, op)
+        return self._in_place(tensor, lambda group, t: group.all_reduce(t, op))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return self.group.all_gather(tensor)
+        return self._world.do(lambda group: group.all_gather(tensor))
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.group.reduce_scatter(tensor)
+        return self._world.do(lambda group: group.reduce_scatter(tensor))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        return self.group.broadcast(tensor, root)
+        return self._in_place(tensor, lambda group, t: group.broadcast(t, root))
 
     def gather(self, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
-        return self.group.gather(tensor, root)
+        return self._world.do(lambda group: group.gather(tensor, root))
 
     def scatter(self, tensors: Sequence[torch.Tensor] | None, root: int = 0) -> torch.Tensor:
-        return self.group.scatter(tensors, root)
+        return self._world.do(lambda group: group.scatter(tensors, root))
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self.group.send(tensor, to)
@@ -337,7 +388,7 @@ class Run:
         return self.group.recv(source)
 
     def barrier(self) -> None:
-        self.group.barrier()
+        self._world.do(lambda group: group.barrier())
 
     def close(self) -> None:
         """End the run on this member: the last checkpoint, the summary and the report. Called at exit by itself."""
@@ -358,14 +409,22 @@ class Run:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._window.open = False
+        if self._world.dropped:
+            return
+        if self._team:
+            self._team.commits += 1
+            self._replica.committed()
         if optimizer is self._optimizers[0]:
             self._meter.after_step()
-            self._save_next = self._save_next or self._world.granted or (self.size == 1 and self._world.wish)
+            saves = self._world.granted or (self.size == 1 and self._world.wish)
+            self._replica.saving = self._replica.saving or saves
             self._world.granted = False
             self._world.wish = self._saver.due
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
         self._window.open = False
+        if self._team and self._in_epochs and not self._loaders and optimizer is self._optimizers[0]:
+            self._boundary(self._team)  # nobody else tells where an iteration begins
         self._strategy.cleared(optimizer)
 
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
@@ -375,10 +434,16 @@ class Run:
 
     def _begin(self, count: int) -> int:
         """Resume if there is something to resume from; the epoch to begin with."""
-        place = self._saver.resume()
+        place: tuple[int, int, int] | None
+        if self._team:
+            self._warn_untracked_scheduler()  # before others depend on this one
+            self._team.begin(self._resume_for_all)
+            place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
+        else:
+            place = self._saver.resume()
         first = 0
         if place is not None:
-            self._meter.step, first, self._epoch_step = place
+            self._meter.step, first, self._replica.epoch_step = place
             self._status.step = self._meter.step
         self._ending.start = self._events.emit(
             "start",
@@ -391,8 +456,13 @@ class Run:
             resumed_step=place[0] if place else None,
             resumed_epoch=place[1] if place else None,
         )
-        self._warn_untracked_scheduler()
+        if not self._team:
+            self._warn_untracked_scheduler()
         return first
+
+    def _resume_for_all(self) -> None:
+        if place := self._saver.resume_alone():
+            self._meter.step, self._meter.epoch, self._replica.epoch_step = place
 
     def _enter_epoch(self, epoch: int, count: int) -> None:
         self._meter.epoch = self._status.epoch = epoch
@@ -404,16 +474,17 @@ class Run:
         with contextlib.suppress(TypeError):
             steps = self._loaders[0].whole if self._loaders else None
         self._status.set("training")
-        self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._epoch_step)
+        self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
         self._meter.start()
 
     def _leave_epoch(self, epoch: int) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
+        self._replica.restore()
         scalars = self._meter.end_epoch()
         with self._waiting():
             if not self._saver.enabled:
                 self._strategy.together()
-            means = metrics.weighted_means(self.group, scalars)
+            means = self._world.do(lambda group: metrics.weighted_means(group, scalars))
         for name, value in means.items():
             self._tell_metric(f"epoch/{name}", value)
         for rank in sorted(self._here - set(self._present())):
@@ -421,21 +492,31 @@ class Run:
         self._here = set(self._present())
         for loader in self._loaders:
             loader.enter_epoch(epoch + 1)
-        self._epoch_step = self._meter.step
+        self._replica.epoch_step = self._meter.step
         if self._saver.enabled:
             self._save(epoch + 1)
-        self._world.granted = self._world.wish = self._save_next = False
+        self._world.granted = self._world.wish = self._replica.saving = False
 
     def _between_steps(self, loader: Loader) -> None:
         """A loop asks for its next batch: nothing of the last step is left undone, if it is the outermost one."""
         self._strategy.cleared()
         if not self._in_epochs:
             return
-        if self._outermost.asks(loader, self._meter.step, due=self._save_next) and self._save_next:
+        if not self._outermost.asks(loader, self._meter.step, due=self._replica.saving):
+            return
+        if self._team:
+            self._boundary(self._team)
+        if self._replica.saving:
             if self._pool:
                 self._pool.quiet()
-            self._save_next = self._world.wish = False
             self._save(self._meter.epoch)
+            self._replica.saving = self._world.wish = False
+
+    def _boundary(self, team: Team) -> None:
+        """Where members come and go, they do so here, and a step that was dropped is over."""
+        self._replica.restore()
+        team.between(moving=self._world.moving)
+        self._world.move = team.called
 
     def _save(self, epoch: int) -> None:
         if not self._saver.enabled:
@@ -444,7 +525,7 @@ class Run:
         before = self._status.what
         self._status.set("checkpointing")
         self._strategy.together(keep=True)
-        self._saver.save(self._meter.step, epoch, self._epoch_step)
+        self._saver.save(self._meter.step, epoch, self._replica.epoch_step)
         self._status.set(before)
 
     def _drawn(self, real: int, nominal: int) -> None:
@@ -471,6 +552,34 @@ class Run:
     def _agree(self, value: int) -> list[int]:
         return [int(t) for t in self.group.all_gather(torch.tensor([value]))]
 
+    def _in_place(self, tensor: torch.Tensor, operation: Callable[[Group, torch.Tensor], Any]) -> torch.Tensor:
+        """Where it may be done again, with what was there before."""
+        if self._team is None:
+            operation(self.group, tensor)
+            return tensor
+
+        def on_a_copy(group: Group) -> torch.Tensor:
+            copy = tensor.detach().clone()
+            operation(group, copy)
+            return copy
+
+        with torch.no_grad():
+            return tensor.copy_(self._world.do(on_a_copy))
+
+    def _regrouped(self, group: Group) -> None:
+        self._world.group = group
+        self._meter.size = group.size
+        self._here = set(group.ranks)
+        self._world.granted = False
+        if group.rank == 0 and not self._leads:
+            self._leads = True
+            self._lead()
+
+    def _changed(self, change: Change) -> None:
+        self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
+        if self.is_first:
+            print(f"paceline: {change.text}", file=sys.stderr)
+
     def _tell(self, line: str) -> None:
         """What a strategy has to say to the person who watches, once and not by every member."""
         self._events.emit("told", line=line)
@@ -487,6 +596,9 @@ class Run:
 
     def _finish(self) -> Mapping[str, Any]:
         self._ending.left_early = self._in_epochs
+        if self._team:
+            early = "drained" if self._team.drained else "failed"
+            self._team.leave(early if self._ending.failed or self._in_epochs else "finished")
         self._saver.close()
         totals = self._totals()
         self._strategy.close(failed=self._ending.failed)
@@ -500,7 +612,14 @@ class Run:
 
     def _warn_untracked_scheduler(self) -> None:
         scheduled = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self._optimizers)
-        if scheduled and self._saver.enabled and not self._saver.holds(torch.optim.lr_scheduler.LRScheduler):
+        if not scheduled or self._saver.holds(torch.optim.lr_scheduler.LRScheduler):
+            return
+        if self._team:
+            raise ConfigError(
+                "a learning-rate scheduler drives this optimizer, and members that come or are behind could not get "
+                "its state from the others: add run.track(scheduler=scheduler)"
+            )
+        if self._saver.enabled:
             self._warn(
                 "a learning-rate scheduler drives this optimizer but is not saved: "
                 "add run.track(scheduler=scheduler) so that a resumed run continues its schedule"

@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,8 +29,8 @@ from paceline.checkpoint import (
 )
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.events import Events
-from paceline.strategies import Strategy
-from paceline.transport.group import Group
+from paceline.strategies import Strategy, World
+from paceline.transport.group import Group, solo
 
 
 class Stateful(Protocol):
@@ -47,23 +48,34 @@ class Saver:
         directory: Path,
         keep: int,
         every_s: float,
-        group: Group,
+        world: World,
         events: Events,
         seed: int,
         strategy: Strategy,
     ) -> None:
         self._strategy = strategy
-        self._group = group
+        self._world = world
+        self._directory = directory
+        self._keep = keep
         self._events = events
         self._seed = seed
         self._every_s = every_s
-        self._parts: dict[str, Stateful] = {}
+        self.parts: dict[str, Stateful] = {}
         self._last_at = time.monotonic()
         self._pending: Future[Written] | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._shelf: Checkpoints | None = None
         self.enabled = keep > 0
-        if self.enabled and group.rank == 0:
-            self._checkpoints = Checkpoints(directory, keep)
+
+    @property
+    def _group(self) -> Group:
+        return self._world.group
+
+    @property
+    def _checkpoints(self) -> Checkpoints | None:
+        """The first member's; another one may become the first."""
+        if self._shelf is None and self.enabled and self._group.rank == 0:
+            self._shelf = Checkpoints(self._directory, self._keep)
+        return self._shelf if self._group.rank == 0 else None
 
     def add(self, name: str, part: Stateful) -> None:
         for method in ("state_dict", "load_state_dict"):
@@ -71,12 +83,12 @@ class Saver:
                 raise ConfigError(
                     f"run.track({name}=...): a {type(part).__name__} has no {method}(), so it cannot be saved"
                 )
-        if name in self._parts and self._parts[name] is not part:
+        if name in self.parts and self.parts[name] is not part:
             raise ConfigError(f"run.track({name}=...): this name is taken; choose another")
-        self._parts[name] = part
+        self.parts[name] = part
 
     def holds(self, kind: type) -> bool:
-        return any(isinstance(part, kind) for part in self._parts.values())
+        return any(isinstance(part, kind) for part in self.parts.values())
 
     @property
     def due(self) -> bool:
@@ -90,10 +102,10 @@ class Saver:
         self.report()
         self._last_at = time.monotonic()
         mine = {"random": random_states(), "strategy": self._strategy.own_state()}
-        own = self._group.gather(_bytes_tensor(pack(mine)))
+        own = self._world.do(lambda group: group.gather(_bytes_tensor(pack(mine))))
         if self._checkpoints is None or own is None:
             return
-        shared = {name: part.state_dict() for name, part in self._parts.items()}
+        shared = {name: part.state_dict() for name, part in self.parts.items()}
         try:
             snapshot = self._checkpoints.snapshot(shared)  # waits for the write before it
             self.report()
@@ -132,6 +144,14 @@ class Saver:
         if self._checkpoints:
             self._checkpoints.clear()
 
+    def resume_alone(self) -> tuple[int, int, int] | None:
+        """As `resume`, by the first member for all: the others get from it what it has then."""
+        group, self._world.group = self._world.group, solo()
+        try:
+            return self.resume()
+        finally:
+            self._world.group = group
+
     def resume(self) -> tuple[int, int, int] | None:
         """Restore the newest good checkpoint on all members; its step, epoch and that epoch's first step, or None."""
         if not self.enabled:
@@ -149,7 +169,7 @@ class Saver:
             return None
         place = unpack(head)
         shared = self._share(loaded.shared if loaded else None)
-        self._restore(shared)
+        self.restore(shared)
         own = [unpack(data.numpy().data) for data in unpack(self._own(loaded))]
         self._strategy.load_own_state([state["strategy"] for state in own])
         if own:
@@ -160,8 +180,8 @@ class Saver:
 
     def close(self) -> None:
         self.report(wait=True)
-        if self._checkpoints:
-            self._checkpoints.close()
+        if self._shelf:
+            self._shelf.close()
 
     def _share(self, shared: Any) -> Any:
         if self._group.size == 1:
@@ -184,17 +204,21 @@ class Saver:
             mine = self._group.scatter(None)
         return mine.numpy().tobytes()
 
-    def _restore(self, shared: dict[str, Any]) -> None:
-        for name in [*shared, *self._parts]:
-            if (name in shared) != (name in self._parts):
+    def restore(self, shared: dict[str, Any], put: Callable[[Stateful, dict[str, Any]], object] | None = None) -> None:
+        """Put saved parts back; `put` does so with each."""
+        for name in [*shared, *self.parts]:
+            if (name in shared) != (name in self.parts):
                 where = "the checkpoint" if name in shared else "this script"
                 raise CheckpointError(
                     f"{name!r} is in {where} only: the script has changed since the checkpoint was written. "
                     "Bring it back, or start over with --fresh or another --name"
                 )
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             try:
-                part.load_state_dict(shared[name])
+                if put:
+                    put(part, shared[name])
+                else:
+                    part.load_state_dict(shared[name])
             except (RuntimeError, ValueError, KeyError) as error:
                 raise CheckpointError(
                     f"{name!r} does not fit its checkpoint: {error}. Start over with --fresh or another --name"

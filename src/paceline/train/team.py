@@ -1,0 +1,303 @@
+"""Members that come and go, as one of them sees it: which group it works with now, and how the next one is formed.
+
+Every collective of an elastic run is a pass (gradients are summed) or an operation (`do`: a metric, a checkpoint). Both
+end alike: when one returns here, it was begun by everyone; so when the group breaks, members are at most one apart.
+
+    a member is lost    → the scheduler numbers a new view; hearing of it closes the connections of the old one, which
+                          ends whatever waits in them (`mend`)
+    those of the view   → connect, tell each other how many steps they have committed and how many operations are done
+                          (`_level`); who is behind is given the state, or the result, by one who is ahead
+    an iteration whose step was not committed everywhere counts for nothing: its batches are drawn again (`Replica`)
+
+Newcomers are taken in between two steps: the scheduler announces a planned view, those who have heard of it say so with
+their gradients, and all go there after the same step (`between`). With fewer members than the least, nobody begins a
+step.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from paceline.checkpoint import pack, unpack
+from paceline.core.errors import Interrupted, PacelineError
+from paceline.core.status import Status
+from paceline.core.view import Member, View
+from paceline.membership.line import Line
+from paceline.transport.group import Group, solo
+from paceline.transport.wires import Wires
+
+T = TypeVar("T")
+NEW = -1  # commits of one that has no state yet
+
+
+class Body(Protocol):
+    """What is to be kept the same on all members."""
+
+    saving: bool  # all have agreed to save between these two steps
+
+    @property
+    def step(self) -> int: ...
+
+    def state(self) -> bytes:
+        """All of it, as of the last commit."""
+
+    def regroup(self, group: Group, state: bytes | None) -> None:
+        """Go on with another group, from this state or, None, from what is here."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """How far a member has come."""
+
+    commits: int
+    operations: int
+    saving: bool = False  # after its last commit a checkpoint is due
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What a new view brought, for those who watch."""
+
+    number: int
+    size: int
+    lost: tuple[int, ...]  # ids
+    joined: tuple[int, ...]
+    healed: tuple[int, ...]  # ids of those that were given the state
+    seconds: float
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """
+        >>> Change(number=3, size=3, lost=(1,), joined=(), healed=(), seconds=0.21, reason="").text
+        'member 1 is gone, 3 members go on (after 0.2 s)'
+        """
+        what = [f"{_members(self.lost)} gone"] if self.lost else []
+        what += [f"{_members(self.joined)} here"] if self.joined else []
+        on = "1 member goes on" if self.size == 1 else f"{self.size} members go on"
+        return ", ".join([*(what or ["the connections were made anew"]), f"{on} (after {self.seconds:.1f} s)"])
+
+
+def _members(ids: tuple[int, ...]) -> str:
+    one = len(ids) == 1
+    return ("member " if one else "members ") + ", ".join(map(str, ids)) + (" is" if one else " are")
+
+
+class Team:
+    """The members of an elastic run. `group` is that of the present view; a newcomer is alone until it is taken in."""
+
+    def __init__(self, line: Line, wires: Wires, own: int, *, limit_s: float, status: Status) -> None:
+        self.group = solo()
+        self.view: View | None = None
+        self.commits = 0
+        self.operations = 0
+        self.drained = False  # this member was asked to leave, and does
+        self.changed: Callable[[Change], object] = lambda change: None
+        self.body: Body | None = None
+        self._line = line
+        self._wires = wires
+        self._own = own
+        self._limit_s = limit_s
+        self._status = status
+        self._number = 0  # of the newest view that this member has acted on
+        self._result: Any = None  # of the last operation
+        line.on_view = lambda heard: None if heard.planned else wires.outdated(heard.view.number)
+
+    # ---- from joining to training
+
+    def meet(self) -> None:
+        """Form the first group; where training is under way already, stay outside for now."""
+        if self._line.standing.view is not None:
+            self.commits = NEW
+            return
+        self._form_next(None)
+
+    @property
+    def outside(self) -> bool:
+        return self.view is None
+
+    @property
+    def expected(self) -> tuple[int, int]:
+        """Rank and size; of a newcomer, those that it is likely to have."""
+        if self.view is not None or self._line.standing.view is None:
+            return self.group.rank, self.group.size
+        return self._line.standing.view.size, self._line.standing.view.size + 1
+
+    def begin(self, load: Callable[[], object]) -> None:
+        """All members stand before their first batch: everyone gets the state of the first one, which `load`s it."""
+        if self.outside:
+            self._line.ready(0)
+            self._form_next(None)
+        while self.commits < 1:
+            try:
+                if self.group.rank == 0:
+                    load()
+                    self.commits = 1
+                self._level(self.group)
+            except Interrupted as error:
+                self.mend(error)
+
+    # ---- while training
+
+    def do(self, operation: Callable[[Group], T]) -> T:
+        """Something that all members do together; done again by those who are left where one is lost in it."""
+        if self.outside:
+            return operation(self.group)
+        while True:
+            before = self.operations
+            try:
+                result = operation(self.group)
+                self.group.barrier()
+            except Interrupted as error:
+                self.mend(error)
+                if self.operations > before:  # it had ended elsewhere
+                    return self._result  # type: ignore[no-any-return]
+                continue
+            self.operations += 1
+            self._result = result
+            return result
+
+    @property
+    def called(self) -> bool:
+        """Whether this member has heard of a view that it is not in yet."""
+        heard = self._line.newest
+        return heard is not None and heard.view.number > self._number
+
+    def between(self, *, moving: bool) -> None:
+        """Between two steps; `moving`: all have agreed to go to the view that was announced."""
+        if moving or (self.group.size == 1 and self.called):
+            self._form_next(None)
+        while self.group.size < self._line.standing.least:
+            self._status.set(f"waiting for members: {self.group.size} of at least {self._line.standing.least}")
+            self._form_next(None)
+
+    def mend(self, error: Interrupted) -> None:
+        """The group broke here: form that of the next view, and come level with the others."""
+        self._wires.leave()  # others who still wait in it are to notice too
+        self._report(error)
+        self._form_next(error)
+
+    def leave(self, reason: str) -> None:
+        self._line.leave(reason)
+
+    def close(self) -> None:
+        self.group.close()
+        self._wires.close()
+        self._line.close()
+
+    # ---- inside
+
+    def _form_next(self, error: Interrupted | None) -> None:
+        began, old = time.monotonic(), self.view
+        reason = str(error) if error else ""
+        while True:
+            view, mine = self._next_view()
+            try:
+                healed = self._form(view, mine)
+                break
+            except Interrupted as again:
+                self._wires.leave()
+                reason = reason or str(again)
+                self._report(again)
+        self._line.formed(view.number, self.body.step if self.body else 0)
+        before = {m.id for m in old.members} if old else set()
+        now = {m.id for m in view.members}
+        if old:
+            self.changed(
+                Change(
+                    number=view.number,
+                    size=view.size,
+                    lost=tuple(sorted(before - now)),
+                    joined=tuple(sorted(now - before)),
+                    healed=tuple(view.members[r].id for r in healed),
+                    seconds=time.monotonic() - began,
+                    reason=reason,
+                )
+            )
+
+    def _next_view(self) -> tuple[View, Member]:
+        """The next view that this member is in; where it was left out, it asks to be taken in again."""
+        while True:
+            try:
+                heard = self._line.newer(self._number, self._limit_s)
+            except Interrupted:
+                self._go_if_drained()
+                raise
+            self._number = heard.view.number
+            for member in heard.view.members:
+                if member.id == self._own and member.pid == os.getpid():
+                    return heard.view, member
+            self._go_if_drained()
+            self._status.set("left out of the view: asking to be taken in again")
+            self._line.ready(heard.view.number)
+
+    def _go_if_drained(self) -> None:
+        if self._line.drained:
+            self.drained = True
+            raise SystemExit(0)
+
+    def _form(self, view: View, mine: Member) -> list[int]:
+        self.group.close()
+        self.view = view
+        self._wires.join(view, mine.rank, limit_s=self._limit_s, status=self._status)
+        self.group = Group(self._wires, range(view.size))
+        return self._level(self.group)
+
+    def _level(self, group: Group) -> list[int]:
+        """Tell each other how far each is, and bring those who are behind up; their ranks."""
+        mine = Place(self.commits, self.operations, self.body.saving if self.body else False)
+        told = group.exchange(msgspec.msgpack.encode(mine))
+        places = [msgspec.msgpack.decode(each, type=Place) for each in told]
+        most = Place(max(p.commits for p in places), max(p.operations for p in places))
+        behind = [rank for rank, p in enumerate(places) if p.commits < most.commits]
+        source = next(rank for rank, p in enumerate(places) if p.commits == most.commits)
+        state = _given(group, source, behind, lambda: self.body.state() if self.body else b"")
+        short = [r for r, p in enumerate(places) if p.operations < most.operations and p.commits != NEW]
+        knows = next(rank for rank, p in enumerate(places) if p.operations == most.operations)
+        result = _given(group, knows, short, lambda: pack(_plain(self._result)))
+        if self.body:
+            self.body.regroup(group, state)
+            self.body.saving = any(p.saving for p in places if p.commits == most.commits)
+        if result is not None:
+            self._result = unpack(memoryview(result))
+        self.commits, self.operations = most.commits, most.operations
+        return behind
+
+    def _report(self, error: Interrupted) -> None:
+        blamed = -1
+        if self.view and error.rank is not None and error.rank < self.view.size:
+            blamed = self.view.members[error.rank].id
+        self._line.broken(self._number, blamed, str(error))
+
+
+def _given(group: Group, source: int, to: list[int], make: Callable[[], bytes]) -> bytes | None:
+    """Bytes from one member to some; None where there is nothing to get."""
+    if len(to) == group.size - 1 and to:  # all others
+        mine = make() if group.rank == source else b""
+        length = torch.tensor([len(mine)])
+        group.broadcast(length, source)
+        flat = _flat(mine) if mine else torch.zeros(int(length), dtype=torch.uint8)
+        group.broadcast(flat, source)
+        return None if group.rank == source else flat.numpy().tobytes()
+    if group.rank == source and to:
+        flat = _flat(make())
+        for rank in to:
+            group.send(flat, rank)
+    return group.recv(source).numpy().tobytes() if group.rank in to else None
+
+
+def _flat(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _plain(result: Any) -> Any:
+    """A result that can be handed on; what is of one member alone cannot."""
+    try:
+        pack(result)
+    except PacelineError:
+        return None
+    return result
