@@ -35,7 +35,7 @@ class Batches:
         self._ahead = Ahead(device) if self._here and device is not None and device.type == "cuda" else None
         self._line: Iterator[Any] | None = None
         self.over = False
-        self._drawn = False
+        self.drawn = 0  # handed out so far
         self.turn_to(feed)
 
     def turn_to(self, feed: Feed) -> None:
@@ -50,7 +50,7 @@ class Batches:
     @property
     def active(self) -> bool:
         """Whether a loop has drawn from it and may draw more."""
-        return self._drawn and not self.over
+        return bool(self.drawn) and not self.over
 
     def __iter__(self) -> Batches:
         return self
@@ -75,7 +75,7 @@ class Batches:
         except BaseException:
             self.close()
             raise
-        self._drawn = True
+        self.drawn += 1
         loader.handed_out(self.feed, real)
         return batch
 

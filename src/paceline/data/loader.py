@@ -254,6 +254,9 @@ class Loader:
             self._feed, self._begun = self.source.begin(self._pass_seed(), self.epoch, self._start()), True
             for batches in live:
                 batches.turn_to(self._feed)
+            left = self.source.left(self._pass_seed(), self.epoch, self._start())
+            drawn = max(batches.drawn for batches in live)  # by a loop that counts them
+            self._left = (self.epoch, self._pass), None if left is None else drawn + left
         self.mark()
 
     def close(self) -> None:

@@ -514,6 +514,8 @@ class Run:
 
     def _boundary(self, team: Team) -> None:
         """Where members come and go, they do so here, and a step that was dropped is over."""
+        if not team.turn():
+            return
         self._replica.restore()
         team.between(moving=self._world.moving)
         self._world.move = team.called

@@ -7,7 +7,8 @@ end alike: when one returns here, it was begun by everyone; so when the group br
                           ends whatever waits in them (`mend`)
     those of the view   → connect, tell each other how many steps they have committed and how many operations are done
                           (`_level`); who is behind is given the state, or the result, by one who is ahead
-    an iteration whose step was not committed everywhere counts for nothing: its batches are drawn again (`Replica`)
+    a turn of the loop whose step was not committed counts for nothing: its batches are drawn again (`Replica`)
+    one who has begun a turn less makes up for it with a turn that counts for nothing, since scripts count their turns
 
 Newcomers are taken in between two steps: the scheduler announces a planned view, those who have heard of it say so with
 their gradients, and all go there after the same step (`between`). With fewer members than the least, nobody begins a
@@ -34,6 +35,7 @@ from paceline.transport.wires import Wires
 
 T = TypeVar("T")
 NEW = -1  # commits of one that has no state yet
+_MOST_LAG = 1  # between members of one view; who was away for longer does not make up for it
 
 
 class Body(Protocol):
@@ -56,6 +58,7 @@ class Place(msgspec.Struct, frozen=True):
 
     commits: int
     operations: int
+    turns: int  # of the loop that it has begun
     saving: bool = False  # after its last commit a checkpoint is due
 
 
@@ -95,6 +98,8 @@ class Team:
         self.view: View | None = None
         self.commits = 0
         self.operations = 0
+        self.turns = 0  # of the loop that this member has begun
+        self.lag = 0  # turns that it takes for nothing, to count as many as the others
         self.drained = False  # this member was asked to leave, and does
         self.changed: Callable[[Change], object] = lambda change: None
         self.body: Body | None = None
@@ -167,6 +172,14 @@ class Team:
         heard = self._line.newest
         return heard is not None and heard.view.number > self._number
 
+    def turn(self) -> bool:
+        """The loop begins its next turn; whether it is one that counts."""
+        self.turns += 1
+        if not self.lag:
+            return True
+        self.lag -= 1
+        return False
+
     def between(self, *, moving: bool) -> None:
         """Between two steps; `moving`: all have agreed to go to the view that was announced."""
         if moving or (self.group.size == 1 and self.called):
@@ -192,7 +205,7 @@ class Team:
     # ---- inside
 
     def _form_next(self, error: Interrupted | None) -> None:
-        began, old = time.monotonic(), self.view
+        began, old, doing = time.monotonic(), self.view, self._status.what
         reason = str(error) if error else ""
         while True:
             view, mine = self._next_view()
@@ -204,6 +217,7 @@ class Team:
                 reason = reason or str(again)
                 self._report(again)
         self._line.formed(view.number, self.body.step if self.body else 0)
+        self._status.set(doing)
         before = {m.id for m in old.members} if old else set()
         now = {m.id for m in view.members}
         if old:
@@ -249,12 +263,14 @@ class Team:
 
     def _level(self, group: Group) -> list[int]:
         """Tell each other how far each is, and bring those who are behind up; their ranks."""
-        mine = Place(self.commits, self.operations, self.body.saving if self.body else False)
+        mine = Place(self.commits, self.operations, self.turns, self.body.saving if self.body else False)
         told = group.exchange(msgspec.msgpack.encode(mine))
         places = [msgspec.msgpack.decode(each, type=Place) for each in told]
-        most = Place(max(p.commits for p in places), max(p.operations for p in places))
+        most = Place(*(max(getattr(p, name) for p in places) for name in ("commits", "operations", "turns")))
         behind = [rank for rank, p in enumerate(places) if p.commits < most.commits]
         source = next(rank for rank, p in enumerate(places) if p.commits == most.commits)
+        if group.rank in behind or (behind and group.rank == source):
+            self._status.set("healing" if group.rank in behind else f"healing members {', '.join(map(str, behind))}")
         state = _given(group, source, behind, lambda: self.body.state() if self.body else b"")
         short = [r for r, p in enumerate(places) if p.operations < most.operations and p.commits != NEW]
         knows = next(rank for rank, p in enumerate(places) if p.operations == most.operations)
@@ -264,7 +280,9 @@ class Team:
             self.body.saving = any(p.saving for p in places if p.commits == most.commits)
         if result is not None:
             self._result = unpack(memoryview(result))
-        self.commits, self.operations = most.commits, most.operations
+        behind_by = most.turns - mine.turns
+        self.lag = behind_by if mine.commits != NEW and behind_by <= _MOST_LAG else 0
+        self.commits, self.operations, self.turns = most.commits, most.operations, most.turns - self.lag
         return behind
 
     def _report(self, error: Interrupted) -> None:
