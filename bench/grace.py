@@ -60,7 +60,8 @@ from bench.harness import Figure, Report, arguments, short
 TOGETHER = 4  # lines that train side by side on a GPU
 DENSE_BYTES = 4 * model.NUMEL
 _PADDING = sum(-n % 16 for n in model.SIZES)
-BESIDE_BYTES = 4 * (model.NUM_BUFFERED + 5 + len(model.SIZES) + _PADDING)  # running statistics and the control block
+_CONTROL = 5 + 3 * MEMBERS + len(model.SIZES)
+BESIDE_BYTES = 4 * (model.NUM_BUFFERED + _CONTROL + _PADDING)  # running statistics and the control block
 _T_95 = {
     2: 12.71,
     3: 4.30,

@@ -2,9 +2,10 @@
 
 Parameters stand in the order in which the first member's gradients arrived in its first backward pass, so that buckets
 fill one after the other and travel while the rest of the backward pass runs. The last bucket ends with the control
-block: this member's weight, notes to the others and one mark per parameter that says whether it has a gradient; it
-holds float32 numbers that add up like gradients do. Float buffers that change in training (batch-norm statistics)
-follow: the first member writes its own, the others zeros, so the sum is the first member's.
+block: this member's weight, notes to the others, one mark per parameter that says whether it has a gradient, and how
+long each member's last turn took; it holds float32 numbers that add up like gradients do. Float buffers that change in
+training (batch-norm statistics) follow: the first member writes its own, the others zeros, so the sum is the first
+member's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from paceline.transport.arena import Arena, Kept
 from paceline.transport.group import Group
 
 WEIGHT, LATE, BAD, WISH, MOVE, MARKS = range(6)  # places in the control block
+PACE = 3  # numbers of each member, behind the marks: how long its last turn took it
 _ALIGN_BYTES = 64
 _WORTH_KEEPING = 16384  # elements: for fewer, one more call costs more than the copy
 _TOO_LARGE_TO_KEEP = 40_000_000  # bytes: a gradient that is kept takes memory until its bucket is summed
@@ -72,7 +74,8 @@ class Layout:
         self.slots = [Slot(i, name, p) for i, (name, p) in enumerate(named)]
         self.buckets = _fill(self.slots, bucket_bytes)
         self.launched = 0
-        num_control = MARKS + len(self.slots)
+        self.paces = MARKS + len(self.slots)  # where they begin
+        num_control = self.paces + PACE * group.size
         self._shapes = [b.shape for b in buffers]
         num_buffered = sum(b.numel() for b in buffers)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
-from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, WEIGHT, WISH, Layout, Slot
+from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, PACE, WEIGHT, WISH, Layout, Slot
 from paceline.strategies.reducers import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
@@ -247,7 +247,10 @@ class Engine:
                     slot.view.zero_()
                 bucket.missing -= 1
             layout.launch()  # bucket by bucket: in a first pass all gradients are here, and memory is freed on the way
-        control = [0.0] * MARKS + [float(s.arrived) for s in layout.slots]
+        group = self._world.group
+        control = [0.0] * MARKS + [float(s.arrived) for s in layout.slots] + [0.0] * (PACE * group.size)
+        at = layout.paces + PACE * group.rank
+        control[at : at + PACE] = self._world.pace
         control[WEIGHT], control[LATE], control[BAD] = (
             statistics.fmean(self._weights) if self._weights else self._world.tally.weight,
             float(len(self._late)),
@@ -256,7 +259,7 @@ class Engine:
         self._weights.clear()
         control[WISH], control[MOVE] = float(self._world.wish), float(self._world.move)
         layout.control.copy_(torch.tensor(control))
-        if self._moving and self._world.group.rank == 0:
+        if self._moving and group.rank == 0:
             torch._foreach_copy_(layout.buffer_views, self._buffers())
         elif self._moving:
             layout.buffered.zero_()
@@ -281,6 +284,7 @@ class Engine:
         self._world.passed += 1
         self._world.granted = self._world.granted or control[WISH] > 0
         self._world.moving = self._world.moving or control[MOVE] > 0
+        self._world.paces = control[layout.paces :]
         if control[BAD]:
             self._report_bad()
         correction = group.size / control[WEIGHT] if control[WEIGHT] else math.nan

@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.events import Events
 from paceline.core.settings import Settings
 from paceline.core.status import Status
+from paceline.core.step import StepReport
 from paceline.data import Loader
 from paceline.data.sampler import Deal
 from paceline.data.uploads import Uploads
@@ -36,6 +37,7 @@ from paceline.train.outermost import Outermost
 from paceline.train.pool import LossOf, Pool, check
 from paceline.train.replica import Replica
 from paceline.train.saving import Saver, Stateful
+from paceline.train.stragglers import Pace, Stragglers
 from paceline.train.team import Change, Team
 from paceline.train.window import Window
 from paceline.transport.group import Group
@@ -121,6 +123,8 @@ class Run:
         )
         self._here = set(group.ranks)
         self._pool: Pool | None = None  # threads that train now
+        self._stragglers = Stragglers()
+        self._cpu_s = time.process_time()
         if team:
             self._world.elastic = True
             self._world.together, self._world.mend = team.do, team.mend
@@ -415,7 +419,7 @@ class Run:
             self._team.commits += 1
             self._replica.committed()
         if optimizer is self._optimizers[0]:
-            self._meter.after_step()
+            self._watch_pace(self._meter.after_step())
             saves = self._world.granted or (self.size == 1 and self._world.wish)
             self._replica.saving = self._replica.saving or saves
             self._world.granted = False
@@ -567,6 +571,19 @@ class Run:
 
         with torch.no_grad():
             return tensor.copy_(self._world.do(on_a_copy))
+
+    def _watch_pace(self, report: StepReport) -> None:
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        self._world.pace = (report.data_s, report.compute_s, self._cpu_s - before)
+        paces, self._world.paces = self._world.paces, []
+        if not paces:
+            return
+        everyone = [Pace(*paces[i : i + 3]) for i in range(0, len(paces), 3)]
+        for slow in self._stragglers.note(everyone):
+            name = self._team.id_of(slow.rank) if self._team else slow.rank
+            self._events.emit("straggler", member=name, times=slow.times, reason=slow.reason, step=self._meter.step)
+            if self.is_first:
+                print(f"paceline: member {name} {slow.text}", file=sys.stderr)
 
     def _regrouped(self, group: Group) -> None:
         self._world.group = group

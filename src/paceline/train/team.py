@@ -125,6 +125,10 @@ class Team:
     def outside(self) -> bool:
         return self.view is None
 
+    def id_of(self, rank: int) -> int:
+        """A member's number for life."""
+        return self.view.members[rank].id if self.view else rank
+
     @property
     def expected(self) -> tuple[int, int]:
         """Rank and size; of a newcomer, those that it is likely to have."""
