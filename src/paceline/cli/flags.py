@@ -108,6 +108,12 @@ SETTINGS = (
     Flag("checkpoint_keep", "K", whole(0), "keep the last K checkpoints; 0: write none"),
     Flag("join_limit_s", "S", seconds(0.001), "how long to wait for all members to arrive"),
     Flag("wait_limit_s", "S", seconds(0.001), "how long any later wait for another member may last"),
+    Flag(
+        "lr_rule",
+        _words(names.LR_RULES),
+        names.lr_rule,
+        "with -n MIN:MAX and fewer than MAX members: the learning rate in proportion to them, or to its square root",
+    ),
     Flag("progress", _words(names.PROGRESS), names.progress, "auto: a display on a terminal, else plain lines"),
     Flag("check_finite", "", bool, "stop on a gradient that is not finite, naming member and parameter"),
 )

@@ -29,6 +29,7 @@ CODECS = (
 TRANSPORTS = ("auto", "own", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 PROGRESS = ("auto", "rich", "plain", "off")
+LR_RULES = ("keep", "linear", "sqrt")
 
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]*")
 
@@ -68,6 +69,10 @@ def transport(text: str) -> str:
 
 def progress(text: str) -> str:
     return _one_of(text, PROGRESS, "progress")
+
+
+def lr_rule(text: str) -> str:
+    return _one_of(text, LR_RULES, "lr_rule")
 
 
 def device(text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from paceline.strategies import AllReduce, Strategy, choose, make_strategy, word
 from paceline.strategies.server import Served
 from paceline.train.ending import Ending
 from paceline.train.progress import MODES, make_progress
+from paceline.train.rates import RULES, factor
 from paceline.train.run import Run
 from paceline.train.team import Team
 from paceline.train.tensorboard import tensorboard_sink
@@ -97,6 +99,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     agreed = agreed.with_(strategy=words_of(chosen))
     status = Status(directory / "status" / f"rank-{place.rank}", place.host)
     group, dealer, team = solo(), None, None
+    rate = partial(factor, agreed.lr_rule if line else "keep", most=place.size)
     if line:
         _check_elastic(chosen, agreed)
         status.set("waiting for the other members")
@@ -132,6 +135,13 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         events.sinks[:] = taken.sinks
         closers.extend(more)
         ending.first = True
+        seat()
+
+    desks: list[Desk] = []
+
+    def seat() -> None:
+        if wires and not (team and team.outside):
+            desks.extend(_desk(place, wires[0], directory, meeting.token, chosen, agreed.strategy))
 
     run = Run(
         settings=agreed,
@@ -146,14 +156,13 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         servers=range(place.workers, place.size),
         dealer=dealer,
         team=team,
+        rate=rate,
         lead=lead,
     )
-    desk = None
-    if wires and not team:
-        desk = _desk(place, wires[0], directory, meeting.token, chosen, agreed.strategy)
+    seat()
 
     def close() -> None:
-        for closer in [*([desk.close] if desk else []), *([team.close] if team else [group.close])]:
+        for closer in [*(desk.close for desk in desks), team.close if team else group.close]:
             closer()
         for closer in [*(w.close for w in wires), *closers]:
             closer()
@@ -201,13 +210,13 @@ def _shards_live_here(words: str) -> str:
     )
 
 
-def _desk(place: Place, wires: Wires, directory: Path, token: str, strategy: Strategy, words: str) -> Desk | None:
+def _desk(place: Place, wires: Wires, directory: Path, token: str, strategy: Strategy, words: str) -> list[Desk]:
     """Where outsiders look in: beside each shard; without servers, with the first member."""
     served = strategy if isinstance(strategy, Served) else None
     ranks = range(place.workers) if served else range(1)
-    if place.servers or place.rank not in ranks:
-        return None
-    return Desk(
+    if place.servers or wires.rank not in ranks:
+        return []
+    desk = Desk(
         wires,
         ranks,
         directory=directory,
@@ -216,6 +225,7 @@ def _desk(place: Place, wires: Wires, directory: Path, token: str, strategy: Str
         service=lambda: served.service if served else None,
         servers=served is not None,
     )
+    return [desk]
 
 
 def _merge(launched: Settings, given: dict[str, Any], place: Place) -> Settings:
@@ -241,7 +251,7 @@ def _without_effect(given: dict[str, Any], agreed: Settings) -> list[str]:
 
 
 def _check_words(settings: Settings) -> None:
-    for kind, known in {"transport": TRANSPORTS, "progress": MODES}.items():
+    for kind, known in {"transport": TRANSPORTS, "progress": MODES, "lr_rule": RULES}.items():
         if (word := getattr(settings, kind)) not in known:
             raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
     make_strategy(settings.strategy, settings.codec)

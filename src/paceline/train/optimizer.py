@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.train.rates import scaled
 
 
 class StepObserver(Protocol):
@@ -20,6 +21,9 @@ class StepObserver(Protocol):
 
     def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's own step is to run, or has been taken elsewhere."""
+
+    def rate(self) -> float:
+        """How many times the learning rate the step is to have."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -89,7 +93,8 @@ def _subclass(kind: type) -> type:
             )
         observer: StepObserver = self._paceline
         if observer.own_step(self):
-            kind.step(self)  # type: ignore[attr-defined]
+            with scaled(self, observer.rate()):
+                kind.step(self)  # type: ignore[attr-defined]
         observer.after_step(self)
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:

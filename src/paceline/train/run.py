@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.events import Events
 from paceline.core.settings import Settings
 from paceline.core.status import Status
-from paceline.core.step import StepReport
 from paceline.data import Loader
 from paceline.data.sampler import Deal
 from paceline.data.uploads import Uploads
@@ -31,17 +28,13 @@ from paceline.strategies.server import Served
 from paceline.train import metrics
 from paceline.train.ending import Ending
 from paceline.train.groups import SavedOptimizer
+from paceline.train.loop import Loop
 from paceline.train.meter import Meter
 from paceline.train.optimizer import adopt
-from paceline.train.outermost import Outermost
 from paceline.train.pool import LossOf, Pool, check
-from paceline.train.replica import Replica
 from paceline.train.saving import Saver, Stateful
-from paceline.train.stragglers import Pace, Stragglers
-from paceline.train.team import Change, Team
-from paceline.train.window import Window
+from paceline.train.team import Team
 from paceline.transport.group import Group
-from paceline.transport.hub import HubGroup
 from paceline.transport.wires import Wires
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -65,6 +58,7 @@ class Run:
         servers: Sequence[int] = (),
         dealer: Dealer | None = None,
         team: Team | None = None,
+        rate: Callable[[int], float] = lambda size: 1.0,
         lead: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings = settings
@@ -90,8 +84,6 @@ class Run:
             limit_s=settings.wait_limit_s,
         )
         self._team = team
-        self._lead = lead  # take over what the first member does besides training
-        self._leads = group.rank == 0 and not (team and team.outside)
         self._saver = Saver(
             directory / "checkpoints",
             settings.checkpoint_keep,
@@ -109,26 +101,22 @@ class Run:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
-        self._in_epochs = self._began = False
-        self._outermost = Outermost(self._warn)
-        self._window = Window(self._warn)
-        self._replica = Replica(
+        self._loop = Loop(
             world=self._world,
             strategy=strategy,
             saver=self._saver,
             meter=self._meter,
+            events=events,
+            status=status,
             loaders=self._loaders,
+            optimizers=self._optimizers,
             seed=settings.seed,
-            on_group=self._regrouped,
+            team=team,
+            rate=rate,
+            lead=lead,
         )
-        self._here = set(group.ranks)
+        self._began = False
         self._pool: Pool | None = None  # threads that train now
-        self._stragglers = Stragglers()
-        self._cpu_s = time.process_time()
-        if team:
-            self._world.elastic = True
-            self._world.together, self._world.mend = team.do, team.mend
-            team.body, team.changed = self._replica, self._changed
 
     @property
     def group(self) -> Group:
@@ -167,7 +155,7 @@ class Run:
         """
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"run.optimizer(optimizer, model): model is a {type(model).__name__}, not an nn.Module")
-        adopt(optimizer, self)
+        adopt(optimizer, self._loop)
         self._strategy.attach(model, optimizer, self._world)
         if not any(m is model for m in self._models):
             self._models.append(model)
@@ -191,7 +179,7 @@ class Run:
             device=self.device,
             seed=options.pop("seed", self.seed),
             draw=self._drawn if options.get("pad", True) else None,  # evaluation weighs nothing
-            before=lambda: self._between_steps(loader),
+            before=lambda: self._loop.asked(loader),
             agree=self._agree,
             deal=self._deals(len(self._loaders)),
             on_note=self._warn,
@@ -229,18 +217,23 @@ class Run:
                 "into one loop, or end this run with run.close() and join another"
             )
         self._began = True
-        first = self._begin(count)
+        place = self._loop.begin()
+        first = place[1] if place else 0
+        self._ending.start = self._events.emit(
+            "start",
+            size=self.size,
+            name=self.settings.name,
+            strategy=self.settings.strategy,
+            script=self._ending.script,
+            device=str(self.device),
+            epochs=count,
+            resumed_step=place[0] if place else None,
+            resumed_epoch=place[1] if place else None,
+        )
+        self._loop.warn_of_untracked()
         if first >= count > 0:
             self._warn(f"all {count} epochs are done: nothing is left to train; raise their number, or use --fresh")
-        self._in_epochs = True
-        epoch = first
-        while epoch < count:
-            self._enter_epoch(epoch, count)
-            yield epoch
-            epoch = self._meter.epoch  # a member that was away has come back in a later one
-            self._leave_epoch(epoch)
-            epoch += 1
-        self._in_epochs = False
+        yield from self._loop.epochs(first, count)
         self._saver.report(wait=True)
         self._status.set("after training")
         self._world.do(lambda group: self._ending.gather(group, self._totals()))
@@ -276,9 +269,10 @@ class Run:
             device=self.device,
         )
         try:
+            self._loop.quiet = self._pool.quiet
             self._pool.run()
         finally:
-            self._pool = None
+            self._pool, self._loop.quiet = None, None
 
     def turn(self, gate: str) -> None:
         """With servers, go on with another gate: `run.turn("bounded(staleness=4)")`. All members call this, between two
@@ -306,7 +300,7 @@ class Run:
     def accumulate(self) -> Iterator[None]:
         """Backward passes inside keep their gradients here; the next one outside sends the sum."""
         before, self._world.accumulating = self._world.accumulating, True
-        self._window.open = True
+        self._loop.window.open = True
         try:
             yield
         finally:
@@ -314,7 +308,7 @@ class Run:
 
     def checkpoint(self) -> None:
         """Save now. All members call this, between two steps."""
-        self._save(self._meter.epoch)
+        self._loop.save(self._meter.epoch)
 
     def evaluate(
         self, measure: metrics.Measure, dataset: Any, batch_size: int = 256, **options: Any
@@ -332,7 +326,7 @@ class Run:
                     f"{name} out, or loop over run.loader(..., {name}=...) under torch.no_grad()"
                 )
         self._status.set("evaluating")
-        with self._waiting():
+        with self._loop.waiting():
             self._strategy.together()
 
         def everyone(group: Group) -> dict[str, float]:
@@ -353,7 +347,7 @@ class Run:
 
         result = self._world.do(everyone)
         for name, value in result.items():
-            self._tell_metric(name, value)
+            self._loop.tell_metric(name, value)
         self._meter.start()
         self._status.set("training")
         return result
@@ -362,7 +356,7 @@ class Run:
         """The mean of `value` over the members, weighted; written to the events."""
         sums = {name: (float(value) * weight, float(weight))}
         mean = self._world.do(lambda group: metrics.weighted_means(group, sums))[name]
-        self._tell_metric(name, mean)
+        self._loop.tell_metric(name, mean)
         return mean
 
     # ---- the user's own collectives; sub-groups are made with run.group.subgroup(ranks)
@@ -406,133 +400,7 @@ class Run:
             self._ending.fail(error)
         self.close()
 
-    # ---- what the optimizer tells the run (train.optimizer.StepObserver)
-
-    def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._strategy.finish(optimizer)
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._window.open = False
-        if self._world.dropped:
-            return
-        if self._team:
-            self._team.commits += 1
-            self._replica.committed()
-        if optimizer is self._optimizers[0]:
-            self._watch_pace(self._meter.after_step())
-            saves = self._world.granted or (self.size == 1 and self._world.wish)
-            self._replica.saving = self._replica.saving or saves
-            self._world.granted = False
-            self._world.wish = self._saver.due
-
-    def cleared(self, optimizer: torch.optim.Optimizer) -> None:
-        self._window.open = False
-        if self._team and self._in_epochs and not self._loaders and optimizer is self._optimizers[0]:
-            self._boundary(self._team)  # nobody else tells where an iteration begins
-        self._strategy.cleared(optimizer)
-
-    def group_added(self, optimizer: torch.optim.Optimizer) -> None:
-        self._strategy.extend(optimizer)
-
     # ---- inside
-
-    def _begin(self, count: int) -> int:
-        """Resume if there is something to resume from; the epoch to begin with."""
-        place: tuple[int, int, int] | None
-        if self._team:
-            self._warn_untracked_scheduler()  # before others depend on this one
-            self._team.begin(self._resume_for_all)
-            place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
-        else:
-            place = self._saver.resume()
-        first = 0
-        if place is not None:
-            self._meter.step, first, self._replica.epoch_step = place
-            self._status.step = self._meter.step
-        self._ending.start = self._events.emit(
-            "start",
-            size=self.size,
-            name=self.settings.name,
-            strategy=self.settings.strategy,
-            script=self._ending.script,
-            device=str(self.device),
-            epochs=count,
-            resumed_step=place[0] if place else None,
-            resumed_epoch=place[1] if place else None,
-        )
-        if not self._team:
-            self._warn_untracked_scheduler()
-        return first
-
-    def _resume_for_all(self) -> None:
-        if place := self._saver.resume_alone():
-            self._meter.step, self._meter.epoch, self._replica.epoch_step = place
-
-    def _enter_epoch(self, epoch: int, count: int) -> None:
-        self._meter.epoch = self._status.epoch = epoch
-        steps = None
-        for loader in self._loaders:
-            if loader.epoch != epoch:  # a resumed loader stands in the middle of this epoch already
-                loader.enter_epoch(epoch)
-        self._outermost.enter_epoch()
-        with contextlib.suppress(TypeError):
-            steps = self._loaders[0].whole if self._loaders else None
-        self._status.set("training")
-        self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
-        self._meter.start()
-
-    def _leave_epoch(self, epoch: int) -> None:
-        self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
-        self._replica.restore()
-        scalars = self._meter.end_epoch()
-        with self._waiting():
-            if not self._saver.enabled:
-                self._strategy.together()
-            means = self._world.do(lambda group: metrics.weighted_means(group, scalars))
-        for name, value in means.items():
-            self._tell_metric(f"epoch/{name}", value)
-        for rank in sorted(self._here - set(self._present())):
-            self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
-        self._here = set(self._present())
-        for loader in self._loaders:
-            loader.enter_epoch(epoch + 1)
-        self._replica.epoch_step = self._meter.step
-        if self._saver.enabled:
-            self._save(epoch + 1)
-        self._world.granted = self._world.wish = self._replica.saving = False
-
-    def _between_steps(self, loader: Loader) -> None:
-        """A loop asks for its next batch: nothing of the last step is left undone, if it is the outermost one."""
-        self._strategy.cleared()
-        if not self._in_epochs:
-            return
-        if not self._outermost.asks(loader, self._meter.step, due=self._replica.saving):
-            return
-        if self._team:
-            self._boundary(self._team)
-        if self._replica.saving:
-            if self._pool:
-                self._pool.quiet()
-            self._save(self._meter.epoch)
-            self._replica.saving = self._world.wish = False
-
-    def _boundary(self, team: Team) -> None:
-        """Where members come and go, they do so here, and a step that was dropped is over."""
-        if not team.turn():
-            return
-        self._replica.restore()
-        team.between(moving=self._world.moving)
-        self._world.move = team.called
-
-    def _save(self, epoch: int) -> None:
-        if not self._saver.enabled:
-            raise ConfigError("this run writes no checkpoints: checkpoint_keep is 0")
-        self._window.before_checkpoint(self._optimizers)
-        before = self._status.what
-        self._status.set("checkpointing")
-        self._strategy.together(keep=True)
-        self._saver.save(self._meter.step, epoch, self._replica.epoch_step)
-        self._status.set(before)
 
     def _drawn(self, real: int, nominal: int) -> None:
         if torch.is_grad_enabled():  # a loop that only looks at a data set must not weigh in
@@ -542,18 +410,6 @@ class Run:
 
     def _deals(self, loader: int) -> Deal | None:
         return DealsFor(self._dealer, str(loader)) if self._dealer else None
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """All members meet: whoever comes first waits."""
-        began = time.monotonic()
-        yield
-        if self.size > 1:
-            self._meter.waited(time.monotonic() - began)
-
-    def _present(self) -> Sequence[int]:
-        """Who came to the last collective."""
-        return self.group.ranks_here if isinstance(self.group, HubGroup) else self.group.ranks
 
     def _agree(self, value: int) -> list[int]:
         return [int(t) for t in self.group.all_gather(torch.tensor([value]))]
@@ -572,33 +428,6 @@ class Run:
         with torch.no_grad():
             return tensor.copy_(self._world.do(on_a_copy))
 
-    def _watch_pace(self, report: StepReport) -> None:
-        before, self._cpu_s = self._cpu_s, time.process_time()
-        self._world.pace = (report.data_s, report.compute_s, self._cpu_s - before)
-        paces, self._world.paces = self._world.paces, []
-        if not paces:
-            return
-        everyone = [Pace(*paces[i : i + 3]) for i in range(0, len(paces), 3)]
-        for slow in self._stragglers.note(everyone):
-            name = self._team.id_of(slow.rank) if self._team else slow.rank
-            self._events.emit("straggler", member=name, times=slow.times, reason=slow.reason, step=self._meter.step)
-            if self.is_first:
-                print(f"paceline: member {name} {slow.text}", file=sys.stderr)
-
-    def _regrouped(self, group: Group) -> None:
-        self._world.group = group
-        self._meter.size = group.size
-        self._here = set(group.ranks)
-        self._world.granted = False
-        if group.rank == 0 and not self._leads:
-            self._leads = True
-            self._lead()
-
-    def _changed(self, change: Change) -> None:
-        self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
-        if self.is_first:
-            print(f"paceline: {change.text}", file=sys.stderr)
-
     def _tell(self, line: str) -> None:
         """What a strategy has to say to the person who watches, once and not by every member."""
         self._events.emit("told", line=line)
@@ -614,35 +443,17 @@ class Run:
         return {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
 
     def _finish(self) -> Mapping[str, Any]:
-        self._ending.left_early = self._in_epochs
+        self._ending.left_early = self._loop.under_way
         if self._team:
             early = "drained" if self._team.drained else "failed"
-            self._team.leave(early if self._ending.failed or self._in_epochs else "finished")
+            self._team.leave(early if self._ending.failed or self._loop.under_way else "finished")
         self._saver.close()
         totals = self._totals()
         self._strategy.close(failed=self._ending.failed)
         return {"step": self._meter.step, **totals}
 
-    def _tell_metric(self, name: str, value: float) -> None:
-        self._events.emit("metric", name=name, value=value, step=self._meter.step, epoch=self._meter.epoch)
-
     def _warn(self, message: str) -> None:
         self._events.emit("warning", message=message)
-
-    def _warn_untracked_scheduler(self) -> None:
-        scheduled = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self._optimizers)
-        if not scheduled or self._saver.holds(torch.optim.lr_scheduler.LRScheduler):
-            return
-        if self._team:
-            raise ConfigError(
-                "a learning-rate scheduler drives this optimizer, and members that come or are behind could not get "
-                "its state from the others: add run.track(scheduler=scheduler)"
-            )
-        if self._saver.enabled:
-            self._warn(
-                "a learning-rate scheduler drives this optimizer but is not saved: "
-                "add run.track(scheduler=scheduler) so that a resumed run continues its schedule"
-            )
 
 
 def _refuse_given(call: str, options: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 
 from paceline.core.errors import ConfigError
 from paceline.core.status import Status
@@ -25,6 +26,7 @@ class Wires:
         self._listener = Listener(address, token=token, encrypt=encrypt)
         self._token = token
         self._visits: list[Channel] = []
+        self._desk: Callable[[Channel], None] | None = None
         self._newest = 0  # number of the newest view that was heard of
 
     def describe(self, rank: int, host: str) -> Member:
@@ -43,6 +45,7 @@ class Wires:
         self.status = status
         self.links = Links(view, rank, self._door, limit_s, lambda: self._newest <= view.number)
         self.mesh = Mesh(view, rank, self._token, self._listener, limit_s)
+        self.mesh.visit = self._desk
         if self._newest > view.number:
             self.leave()
 
@@ -58,6 +61,10 @@ class Wires:
         self._newest = max(self._newest, number)
         if hasattr(self, "view") and self.view.number < number:
             self.leave()
+
+    def receive(self, desk: Callable[[Channel], None] | None) -> None:
+        """Who takes those from outside the run, in this view and those that follow."""
+        self._desk = self.mesh.visit = desk
 
     def visit(self, rank: int) -> Channel:
         """A channel to the desk of a member, which may be this one."""

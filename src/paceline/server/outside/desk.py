@@ -85,7 +85,7 @@ class Desk:
         self._lock = threading.Lock()
         self._places: dict[Channel, _Place] = {}
         self._ending = threading.Event()
-        self._mesh = wires.mesh
+        self._wires = wires
         self._first = wires.rank == ranks[0]
         self._file = directory / FILE
         self._watching = Watching(directory)
@@ -95,13 +95,13 @@ class Desk:
                 write_private(self._file, msgspec.json.encode(note))
             except OSError as error:  # a full disk must not stop the training
                 print(f"paceline: outsiders cannot look in by the run's name: {self._file}: {error}")
-        wires.mesh.visit = self._visit
+        wires.receive(self._visit)
 
     def close(self) -> None:
         """The run is over: watchers are told, and nobody else is let in."""
         if self._ending.is_set():
             return
-        self._mesh.visit = None
+        self._wires.receive(None)
         if self._first:
             self._file.unlink(missing_ok=True)
             self._await_outcome()

@@ -1,0 +1,282 @@
+"""The user's loop as the run sees it: epochs that begin and end, turns that ask for a batch, steps that are taken.
+
+Between the optimizer and the loaders, which tell it what the loop does, and the rooms that act on it: the strategy, the
+saver, the meter, and in an elastic run the team. What the user holds is the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.events import Events
+from paceline.core.status import Status
+from paceline.core.step import StepReport
+from paceline.data import Loader
+from paceline.strategies import Strategy, World
+from paceline.train import metrics
+from paceline.train.meter import Meter
+from paceline.train.outermost import Outermost
+from paceline.train.replica import Replica
+from paceline.train.saving import Saver
+from paceline.train.stragglers import Pace, Stragglers
+from paceline.train.team import Change, Team
+from paceline.train.window import Window
+from paceline.transport.group import Group
+from paceline.transport.hub import HubGroup
+
+
+class Loop:
+    """The loop of one member."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        strategy: Strategy,
+        saver: Saver,
+        meter: Meter,
+        events: Events,
+        status: Status,
+        loaders: list[Loader],
+        optimizers: list[torch.optim.Optimizer],
+        seed: int,
+        team: Team | None,
+        rate: Callable[[int], float],
+        lead: Callable[[], object],
+    ) -> None:
+        self.under_way = False  # within the loop over epochs
+        self.window = Window(self._warn)
+        self.quiet: Callable[[], object] | None = None  # waits for the threads that train now, where some do
+        self._world = world
+        self._strategy = strategy
+        self._saver = saver
+        self._meter = meter
+        self._events = events
+        self._status = status
+        self._loaders = loaders
+        self._optimizers = optimizers
+        self._team = team
+        self._rate = rate  # by the number of members
+        self._lead = lead  # take over what the first member does besides training
+        self._leads = world.group.rank == 0 and not (team and team.outside)
+        self._outermost = Outermost(self._warn)
+        self._replica = Replica(
+            world=world,
+            strategy=strategy,
+            saver=saver,
+            meter=meter,
+            loaders=loaders,
+            seed=seed,
+            on_group=self._regrouped,
+        )
+        self._here = set(world.group.ranks)
+        self._stragglers = Stragglers()
+        self._cpu_s = time.process_time()
+        if team:
+            world.elastic = True
+            world.together, world.mend = team.do, team.mend
+            team.body, team.changed = self._replica, self._changed
+
+    # ---- what the optimizer tells (train.optimizer.StepObserver)
+
+    def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._strategy.finish(optimizer)
+
+    def rate(self) -> float:
+        return self._rate(self._world.group.size)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.window.open = False
+        if self._world.dropped:
+            return
+        if self._team:
+            self._team.commits += 1
+            self._replica.committed()
+        if optimizer is self._optimizers[0]:
+            self._watch_pace(self._meter.after_step())
+            saves = self._world.granted or (self._world.group.size == 1 and self._world.wish)
+            self._replica.saving = self._replica.saving or saves
+            self._world.granted = False
+            self._world.wish = self._saver.due
+
+    def cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        self.window.open = False
+        if self._team and self.under_way and not self._loaders and optimizer is self._optimizers[0]:
+            self._boundary(self._team)  # nobody else tells where an iteration begins
+        self._strategy.cleared(optimizer)
+
+    def group_added(self, optimizer: torch.optim.Optimizer) -> None:
+        self._strategy.extend(optimizer)
+
+    # ---- epochs
+
+    def begin(self) -> tuple[int, int, int] | None:
+        """Resume if there is something to resume from: step, epoch, and that epoch's first step."""
+        place: tuple[int, int, int] | None
+        if self._team:
+            self.warn_of_untracked()  # before others depend on this one
+            self._team.begin(self._resume_for_all)
+            place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
+        else:
+            place = self._saver.resume()
+        if place is not None:
+            self._meter.step, _, self._replica.epoch_step = place
+            self._status.step = self._meter.step
+        return place
+
+    def epochs(self, first: int, count: int) -> Iterator[int]:
+        """Their numbers, with what belongs to the beginning and the end of each."""
+        self.under_way = True
+        epoch = first
+        while epoch < count:
+            self._enter_epoch(epoch, count)
+            yield epoch
+            epoch = self._meter.epoch  # a member that was away has come back in a later one
+            self._leave_epoch(epoch)
+            epoch += 1
+        self.under_way = False
+
+    def _resume_for_all(self) -> None:
+        if place := self._saver.resume_alone():
+            self._meter.step, self._meter.epoch, self._replica.epoch_step = place
+
+    def _enter_epoch(self, epoch: int, count: int) -> None:
+        self._meter.epoch = self._status.epoch = epoch
+        steps = None
+        for loader in self._loaders:
+            if loader.epoch != epoch:  # a resumed loader stands in the middle of this epoch already
+                loader.enter_epoch(epoch)
+        self._outermost.enter_epoch()
+        with contextlib.suppress(TypeError):
+            steps = self._loaders[0].whole if self._loaders else None
+        self._status.set("training")
+        self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
+        self._meter.start()
+
+    def _leave_epoch(self, epoch: int) -> None:
+        self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
+        self._replica.restore()
+        scalars = self._meter.end_epoch()
+        with self.waiting():
+            if not self._saver.enabled:
+                self._strategy.together()
+            means = self._world.do(lambda group: metrics.weighted_means(group, scalars))
+        for name, value in means.items():
+            self.tell_metric(f"epoch/{name}", value)
+        for rank in sorted(self._here - set(self._present())):
+            self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
+        self._here = set(self._present())
+        for loader in self._loaders:
+            loader.enter_epoch(epoch + 1)
+        self._replica.epoch_step = self._meter.step
+        if self._saver.enabled:
+            self.save(epoch + 1)
+        self._world.granted = self._world.wish = self._replica.saving = False
+
+    # ---- turns
+
+    def asked(self, loader: Loader) -> None:
+        """A loop asks for its next batch: nothing of the last step is left undone, if it is the outermost one."""
+        self._strategy.cleared()
+        if not self.under_way:
+            return
+        if not self._outermost.asks(loader, self._meter.step, due=self._replica.saving):
+            return
+        if self._team:
+            self._boundary(self._team)
+        if self._replica.saving:
+            if self.quiet:
+                self.quiet()
+            self.save(self._meter.epoch)
+            self._replica.saving = self._world.wish = False
+
+    def _boundary(self, team: Team) -> None:
+        """Where members come and go, they do so here, and a step that was dropped is over."""
+        if not team.turn():
+            return
+        self._replica.restore()
+        team.between(moving=self._world.moving)
+        self._world.move = team.called
+
+    def save(self, epoch: int) -> None:
+        """A checkpoint, by all members together."""
+        if not self._saver.enabled:
+            raise ConfigError("this run writes no checkpoints: checkpoint_keep is 0")
+        self.window.before_checkpoint(self._optimizers)
+        before = self._status.what
+        self._status.set("checkpointing")
+        self._strategy.together(keep=True)
+        self._saver.save(self._meter.step, epoch, self._replica.epoch_step)
+        self._status.set(before)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """All members meet: whoever comes first waits."""
+        began = time.monotonic()
+        yield
+        if self._world.group.size > 1:
+            self._meter.waited(time.monotonic() - began)
+
+    def _present(self) -> Sequence[int]:
+        """Who came to the last collective."""
+        group = self._world.group
+        return group.ranks_here if isinstance(group, HubGroup) else group.ranks
+
+    def _watch_pace(self, report: StepReport) -> None:
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        self._world.pace = (report.data_s, report.compute_s, self._cpu_s - before)
+        paces, self._world.paces = self._world.paces, []
+        if not paces:
+            return
+        everyone = [Pace(*paces[i : i + 3]) for i in range(0, len(paces), 3)]
+        for slow in self._stragglers.note(everyone):
+            name = self._team.id_of(slow.rank) if self._team else slow.rank
+            self._events.emit("straggler", member=name, times=slow.times, reason=slow.reason, step=self._meter.step)
+            if self._world.group.rank == 0:
+                print(f"paceline: member {name} {slow.text}", file=sys.stderr)
+
+    def _regrouped(self, group: Group) -> None:
+        old, self._world.group = self._world.group, group
+        if old is not group:  # what a group counts begins anew
+            self._world.sent_bytes += old.sent_bytes
+            self._world.waited_s += old.waited_s
+        self._meter.size = group.size
+        self._here = set(group.ranks)
+        self._world.granted = False
+        if group.rank == 0 and not self._leads:
+            self._leads = True
+            self._lead()
+
+    def _changed(self, change: Change) -> None:
+        self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
+        if self._world.group.rank == 0:
+            print(f"paceline: {change.text}", file=sys.stderr)
+
+    def warn_of_untracked(self) -> None:
+        """A scheduler that no checkpoint holds."""
+        scheduled = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self._optimizers)
+        if not scheduled or self._saver.holds(torch.optim.lr_scheduler.LRScheduler):
+            return
+        if self._team:
+            raise ConfigError(
+                "a learning-rate scheduler drives this optimizer, and members that come or are behind could not get "
+                "its state from the others: add run.track(scheduler=scheduler)"
+            )
+        if self._saver.enabled:
+            self._warn(
+                "a learning-rate scheduler drives this optimizer but is not saved: "
+                "add run.track(scheduler=scheduler) so that a resumed run continues its schedule"
+            )
+
+    def tell_metric(self, name: str, value: float) -> None:
+        self._events.emit("metric", name=name, value=value, step=self._meter.step, epoch=self._meter.epoch)
+
+    def _warn(self, message: str) -> None:
+        self._events.emit("warning", message=message)
