@@ -29,7 +29,7 @@ TRIALS: tuple[Trial, ...] = tuple(
         (0.9, 0.01), (0.9, 0.05), (0.9, 0.1), (0.9, 0.2), (0.5, 0.05), (0.5, 0.1), (0.0, 0.05), (0.0, 0.1), (0.0, 0.2),
     )
 )  # fmt: skip
-CORRECTED: tuple[Trial, ...] = tuple((0.9, rate, "dana") for rate in (0.02, 0.05, 0.1, 0.2))
+CORRECTED: tuple[Trial, ...] = tuple((0.0, rate, "dana(0.9)") for rate in (0.02, 0.05, 0.1, 0.2))
 MORE: tuple[Trial, ...] = ((0.9, 0.02, ""), (0.9, 0.15, ""), (0.95, 0.05, ""), (0.5, 0.2, ""))  # for sync
 _NEAR = 0.005  # of the best accuracy
 CASES = {  # of a figure: delays, ours
