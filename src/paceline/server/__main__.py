@@ -42,7 +42,9 @@ def main() -> None:
     service = Service(limit_s=settings.wait_limit_s, agreement=agreement)
     hub = dealing = None
     if place.rank == place.workers:
-        hub, dealing = Hub(wires[0], range(place.workers)), Dealing(wires[0], range(place.workers))
+        hub = Hub(wires[0], range(place.workers))
+        dealing = Dealing(wires[0], range(place.workers), pushes=True)
+        service.settle, service.left = dealing.settle, dealing.left
     desk = Desk(
         wires[0],
         range(place.workers, place.size),

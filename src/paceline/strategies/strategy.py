@@ -69,6 +69,7 @@ class Pass(NamedTuple):
     thread: int
     weight: float  # of its batch
     read: Mapping[int, Sequence[int]]  # what `Strategy.reading` said when it began
+    leases: Mapping[str, Sequence[int]] = {}  # see World.leases
 
 
 class World:
@@ -102,6 +103,8 @@ class World:
         self.wish = False  # this member would like a pause between two steps, for a checkpoint
         self.granted = False  # some member wished, and all know it
         self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
+        # By course: the batches whose gradients a step of now has, where they are dealt out
+        self.leases: Callable[[], Mapping[str, Sequence[int]]] = dict
         self.together: Callable[[Callable[[Group], Any]], Any] | None = None
         # Where members come and go (`paceline.train.team`):
         self.elastic = False

@@ -100,6 +100,7 @@ class Run:
             strategy,
         )
         self._saver.add("strategy", strategy)
+        self._world.leases = self._leases
         if settings.fresh:
             self._saver.clear()
         self._loaders: list[Loader] = []
@@ -190,6 +191,7 @@ class Run:
             before=lambda: self._between_steps(loader),
             agree=self._agree,
             deal=self._deals(len(self._loaders)),
+            owed=lambda: self._window.open,
             on_note=self._warn,
             **options,
         )
@@ -536,6 +538,9 @@ class Run:
 
     def _deals(self, loader: int) -> Deal | None:
         return DealsFor(self._dealer, str(loader)) if self._dealer else None
+
+    def _leases(self) -> dict[str, tuple[int, ...]]:
+        return {course: numbers for loader in self._loaders for course, numbers in loader.leases().items()}
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
