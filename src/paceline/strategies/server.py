@@ -179,6 +179,11 @@ class Served:
         world.group.barrier()
 
     @property
+    def versions(self) -> list[int]:
+        """Of each server, the highest of its shards: what this member has pulled last."""
+        return [max(versions) for versions in zip(*(each.table.versions for each in self._all() if each.table))]
+
+    @property
     def forgives(self) -> bool:
         """Whether the run goes on when a worker is lost."""
         return not isinstance(self.gate, Together) or self.gate.backups > 0

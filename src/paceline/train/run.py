@@ -527,7 +527,8 @@ class Run:
         before = self._status.what
         self._status.set("checkpointing")
         self._strategy.together(keep=True)
-        self._saver.save(self._meter.step, epoch, self._replica.epoch_step)
+        versions = self._strategy.versions if isinstance(self._strategy, Served) else ()
+        self._saver.save(self._meter.step, epoch, self._replica.epoch_step, versions)
         self._status.set(before)
 
     def _drawn(self, real: int, nominal: int) -> None:
