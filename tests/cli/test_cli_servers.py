@@ -162,8 +162,9 @@ def test_a_killed_worker_that_the_others_need_ends_the_run_by_name(args: list[st
 
 
 @pytest.mark.slow
-def test_a_killed_server_ends_the_run_by_name() -> None:
-    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--strategy", "async", "--name", "x", "train.py"]
+def test_a_killed_server_without_a_checkpoint_ends_the_run_by_name() -> None:
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--strategy", "async", "--name", "x"]
+    command += ["--checkpoint-keep", "0", "train.py"]
     with subprocess.Popen([*command, "0", "1000", "slow"], stderr=subprocess.PIPE, text=True) as launcher:
         record = Path("runs/x/run.json")
         deadline = time.monotonic() + 60

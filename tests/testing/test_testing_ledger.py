@@ -297,11 +297,7 @@ def test_a_real_run_is_clean_and_is_not_when_a_line_is_taken_away(strategy: str,
 
 @pytest.mark.slow
 def test_a_real_run_that_loses_a_worker_loses_nothing(tmp_path: Path) -> None:
-    """With server processes the others get the batches of the dead.
-
-    Known gap: a worker that dies between its push and saying that the batch is done leaves a batch that counts twice.
-    Once pushes settle their own leases, this must be `told.clean`.
-    """
+    """With server processes the others get the batches of the dead."""
 
     class Quiet:
         def line(self, rank: int, stream: str, text: str) -> None: ...
@@ -323,5 +319,4 @@ def test_a_real_run_that_loses_a_worker_loses_nothing(tmp_path: Path) -> None:
     assert [e.code for e in outcome.ended] == [0, -9, 0, 0]
     assert [i.missed for i in faults.injected] == ["", ""]
     told = Ledger.read(tmp_path / "book").check()
-    assert (told.lost_steps, told.lost_samples, told.unlike_weights) == (0, 0, 0), told
-    assert told.doubled_samples in (0, 8), told
+    assert told.clean, told

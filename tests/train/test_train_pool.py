@@ -202,6 +202,9 @@ def test_a_thread_that_waits_for_what_others_may_leave_is_stopped_too() -> None:
 
         deals = True
 
+        def named(self, course: str) -> str:
+            return course
+
         def rest(self) -> None:
             raise AssertionError("a batch is under way")
 

@@ -79,6 +79,10 @@ class Batches:
         loader.handed_out(self.feed, real)
         return batch
 
+    def leases(self) -> dict[str, tuple[int, ...]]:
+        """The batches that a push of now has the gradients of, by course; empty where batches are not dealt."""
+        return self.feed.leases() if isinstance(self.feed, MapFeed) else {}
+
     def hold(self) -> Callable[[], None]:
         """For a loop of several threads: the batch handed out last is done when the returned function is called."""
         return self.feed.hold() if isinstance(self.feed, MapFeed) else lambda: None

@@ -1,8 +1,8 @@
 """Leases: the batches of an epoch, lent to members one by one as they ask.
 
 Where nobody waits for anybody, a fast member trains more batches than a slow one. A batch that was lent is done when
-its member says so; those of a member that is lost are lent again. So every batch is trained once, or, where a member
-was lost between its push and its word about it, twice.
+a push with its gradients is taken, or when its member says so; those of a member that is lost are lent again. So every
+batch counts once, whenever a member is lost (decision 0016).
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ class Loader:
         the same step. Without it only real samples are handed out, for evaluation.
     agree: all-gather of one number, for `ByFile`.
     deal: who deals out batches as members ask for them; each then gets as many as it is fast.
+    owed: whether gradients of batches that were handed out are kept for a later push, which then settles them.
     before: called when the user asks for a batch, before anything of it is counted.
     draw: called with (real samples, batch_size) as each batch is handed out.
     on_note: called with what the user should know.
@@ -99,6 +100,7 @@ class Loader:
         collate: Collate | None = None,
         agree: Agree | None = None,
         deal: Deal | None = None,
+        owed: Callable[[], bool] = lambda: False,
         before: Callable[[], None] | None = None,
         draw: Callable[[int, int], None] | None = None,
         on_note: Callable[[str], None] | None = None,
@@ -128,6 +130,7 @@ class Loader:
         self.workers, self.prefetch, self.before, self.draw = workers, prefetch, before, draw
         self.wait_s = 0.0  # how long the consumer has waited for batches, over all iterations
         self.last_real = 0  # real samples in the batch handed out last
+        self._owed = owed
         self._on_note = on_note
         self._noted: set[str] = set()
         self._loaded: dict[str, Any] = {}  # the state that was loaded, until its epoch is over
@@ -259,6 +262,10 @@ class Loader:
             self._left = (self.epoch, self._pass), None if left is None else drawn + left
         self.mark()
 
+    def leases(self) -> dict[str, tuple[int, ...]]:
+        """The batches that a push of now has the gradients of, by course; empty where batches are not dealt."""
+        return {course: numbers for batches in self._live for course, numbers in batches.leases().items()}
+
     def close(self) -> None:
         """End all iterations and whatever fetches for them."""
         for batches in list(self._live):
@@ -280,7 +287,9 @@ class Loader:
                 "an iteration over a loader goes on from one epoch into the next: the checkpoint between these two "
                 "does not hold its place, those from here on do"
             )
-        if isinstance(feed, MapFeed | UploadFeed):
+        if isinstance(feed, MapFeed):
+            feed.asked(owed=self._owed())
+        elif isinstance(feed, UploadFeed):
             feed.asked()
         if self.before:
             self.before()

@@ -48,15 +48,21 @@ class MapFeed:
     def take(self, item: tuple[Any, None] | None) -> tuple[Any, int]:
         """The batch to hand out and how many real samples it has; `None` says that the reader has ended."""
         if item is None:
+            if isinstance(self.course, DealtCourse):
+                self.course.end()
             raise StopIteration
         real = self.course.real(self.course.done)
         self.course.done += 1
         return item[0], real
 
-    def asked(self) -> None:
-        """The user asks for the next batch."""
+    def asked(self, *, owed: bool) -> None:
+        """The user asks for the next batch; see `DealtCourse.asked`."""
         if isinstance(self.course, DealtCourse):
-            self.course.asked()
+            self.course.asked(owed=owed)
+
+    def leases(self) -> dict[str, tuple[int, ...]]:
+        """See `DealtCourse.leases`."""
+        return self.course.leases() if isinstance(self.course, DealtCourse) else {}
 
     def hold(self) -> Callable[[], None]:
         """See `DealtCourse.hold`."""

@@ -40,6 +40,9 @@ class Deal(Protocol):
     def done(self, course: str, numbers: Sequence[int]) -> None:
         """These of the batches that this member was lent are trained."""
 
+    def named(self, course: str) -> str:
+        """What whoever deals knows a course by."""
+
     def rest(self) -> None:
         """This member has nothing to do until it is dealt a batch."""
 
@@ -167,6 +170,7 @@ class DealtCourse(Course):
         self._name = f"{seed}/{epoch}"
         self._numbers: list[int] = []  # that this member was lent
         self._settled = 0  # of those handed out, so many are told to be done, or held until they are
+        self._passed = 0  # so many are behind the user, who has asked for more
         self._told = 0  # how many are known to be done
         self._telling = threading.Lock()
         self._waiting = False  # for a batch that others may leave
@@ -187,16 +191,36 @@ class DealtCourse(Course):
             raise Interrupted("this member's loop has failed, and waits for no more batches")
         if not self._waiting:
             self._waiting = True
-            self._rest_if_idle()
+            self._settle_passed()  # nobody is to wait for a push that this member may never make
 
     def _rest_if_idle(self) -> None:
         """Called by whoever fetches and by whoever trains: the later of both finds that there is nothing to train."""
         if len(self._numbers) == self.done == self._told:
             self._deal.rest()
 
-    def asked(self) -> None:
-        """The user asks for a batch: those that were handed out are done, but for those that are held."""
-        places, self._settled = range(self._settled, self.done), self.done
+    def asked(self, *, owed: bool = False) -> None:
+        """The user asks for a batch: those that were handed out are done, but for those that are held.
+
+        `owed`: their gradients are kept here for a push to come, which settles them. Where there are no more batches,
+        they are done all the same.
+        """
+        self._passed = self.done
+        if not owed or self._waiting:
+            self._settle_passed()
+
+    def leases(self) -> dict[str, tuple[int, ...]]:
+        """The batches that a push of now has the gradients of: handed out, not yet done, and not held."""
+        numbers = tuple(self._numbers[self._settled : self.done])
+        return {self._deal.named(self._name): numbers} if numbers else {}
+
+    def end(self) -> None:
+        """There are no more batches."""
+        self._passed = self.done
+        self._settle_passed()
+
+    def _settle_passed(self) -> None:
+        with self._telling:
+            places, self._settled = range(self._settled, self._passed), max(self._settled, self._passed)
         self._tell(places)
 
     def hold(self) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from paceline.core.settings import Settings
 from paceline.launch import record, servers
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.plan import plan, told
+from paceline.launch.resuming import Resuming
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Agent, Outcome
 from paceline.membership.process import Show
@@ -33,7 +34,7 @@ class Local:
         notice_s: float = 3.0,
         grace_s: float = 5.0,
         on_lost: Callable[[int, str], None] = lambda rank, how: None,  # of members without which the others go on
-        say: Callable[[str], None] = lambda text: None,  # what happens to an elastic run
+        say: Callable[[str], None] = lambda text: None,  # what happens to an elastic run, or to a server
     ) -> None:
         self._say = say
         self._show = show
@@ -46,11 +47,14 @@ class Local:
             return ElasticJob(
                 spec, spec.elastic, self._show, notice_s=self._notice_s, grace_s=self._grace_s, say=self._say
             )
-        return LocalJob(spec, self._show, self._notice_s, self._grace_s, self._on_lost)
+        return LocalJob(spec, self._show, self._notice_s, self._grace_s, self._on_lost, self._say)
 
 
 class LocalJob:
-    """A run on this host. Its members end when this process does, however it ends."""
+    """A run on this host. Its members end when this process does, however it ends.
+
+    Where a server process is lost, all members are started again and go on from the last checkpoint (`resuming`).
+    """
 
     def __init__(
         self,
@@ -59,28 +63,21 @@ class LocalJob:
         notice_s: float,
         grace_s: float,
         on_lost: Callable[[int, str], None] = lambda rank, how: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._spec, self._show, self._notice_s, self._grace_s = spec, show, notice_s, grace_s
         self._on_lost = on_lost
+        self._say = say
         self._losses: list[lost.Lost] = []
+        self._stopped_by = 0
         self.token = secrets.token_hex(32)
         plan(spec, "", self.token)  # a script that cannot be started leaves no directory behind
         size = spec.size
         self._record = record.Record(spec.settings, spec.script, size)
-        lost.write(self._record.dir, ())
         self.settings: Settings = told(spec, self._record)
-        self._rendezvous = Rendezvous(size, self.settings, self.token)
-        self._agent = Agent(
-            plan(spec, self._rendezvous.address, self.token),
-            show,
-            logs=self.dir / "logs",
-            notice_s=notice_s,
-            grace_s=grace_s,
-            losable=range(1, spec.num_members) if spec.forgives else (),
-            on_started=self._started,
-            on_ended=self._ended,
-            on_lost=self._lost,
-        )
+        self._resuming = Resuming(self.dir, spec.num_members)
         self._size = size
+        self._begin()
         self._pids: list[int] = []
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
@@ -119,6 +116,7 @@ class LocalJob:
         return self._result()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
+        self._stopped_by = self._stopped_by or number
         self._agent.stop(number)
 
     def kill(self, rank: int, number: int) -> None:
@@ -139,12 +137,37 @@ class LocalJob:
         with self._record:
             try:
                 self._outcome = self._agent.run()
+                while not self._stopped_by and (line := self._resuming.after(self._outcome)):
+                    self._say(line)
+                    self._rendezvous.close()
+                    self.settings = self.settings.with_(fresh=False).pin("fresh")  # or there were nothing to resume
+                    self._begin()
+                    if self._stopped_by:  # while the agent was another one
+                        self._agent.stop(self._stopped_by)
+                    self._outcome = self._agent.run()
                 code = self._outcome.code
             except BaseException as error:  # raised where the job is waited for
                 self._error = error
             finally:
                 self._rendezvous.close()
                 self._record.finish(code)
+
+    def _begin(self) -> None:
+        """Make ready to start all members."""
+        lost.write(self.dir, ())
+        self._losses.clear()
+        self._rendezvous = Rendezvous(self._size, self.settings, self.token)
+        self._agent = Agent(
+            plan(self._spec, self._rendezvous.address, self.token),
+            self._show,
+            logs=self.dir / "logs",
+            notice_s=self._notice_s,
+            grace_s=self._grace_s,
+            losable=range(1, self._spec.num_members) if self._spec.forgives else (),
+            on_started=self._started,
+            on_ended=self._ended,
+            on_lost=self._lost,
+        )
 
     def _started(self, pids: list[int]) -> None:
         self._pids = pids

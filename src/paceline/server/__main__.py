@@ -42,7 +42,9 @@ def main() -> None:
     service = Service(limit_s=settings.wait_limit_s, agreement=agreement)
     hub = dealing = None
     if place.rank == place.workers:
-        hub, dealing = Hub(wires[0], range(place.workers)), Dealing(wires[0], range(place.workers))
+        hub = Hub(wires[0], range(place.workers))
+        dealing = Dealing(wires[0], range(place.workers), pushes=True)
+        service.settle, service.left = dealing.settle, dealing.left
     desk = Desk(
         wires[0],
         range(place.workers, place.size),
@@ -51,14 +53,26 @@ def main() -> None:
         strategy=settings.strategy,
         service=lambda: service,
     )
+    look = service.look
+
+    def tell_version() -> None:
+        """With every push: should this process be killed, the launcher reads here how far it had come."""
+        look()
+        version = max((table.shard.version for table in service.tables.values()), default=0)
+        if version != status.step:
+            status.at(version, 0)
+
+    def tell() -> None:
+        told = service.readings()
+        half = f", {told['halves']:.0f} half applied" if told["halves"] else ""
+        status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped{half}")
+
+    service.look = tell_version
     try:
         for rank in range(place.workers):
             service.attach(connect(wires[0], rank, place.rank))
         while not service.wait(_LOOK_S):
-            told = service.readings()
-            status.step = int(told["version"])
-            half = f", {told['halves']:.0f} half applied" if told["halves"] else ""
-            status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped{half}")
+            service.still(tell)
         status.set("finished")
     finally:
         desk.close()

@@ -9,8 +9,9 @@ gathered.
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -138,10 +139,12 @@ class Table:
         wish: bool = False,
         read: Sequence[int] | None = None,
         thread: int = 0,
+        leases: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Send gradients; return when the weights for the next step are installed, or the gate's wait has failed.
 
-        Where several threads compute and push in turn, `read` is what `versions` was when this one began.
+        Where several threads compute and push in turn, `read` is what `versions` was when this one began. `leases` are
+        the batches that the gradients were made of: done when the first server, which deals, takes them.
         """
         read = self.versions if read is None else read
         flat = [None if g is None else flat_of(g.to_dense() if g.is_sparse else g) for g in gradients]
@@ -149,6 +152,9 @@ class Table:
         self.step += 1
         # Weights of unlike rounds, after a push that was dropped, make a gradient of the oldest one.
         oldest = min((part.round for part in self._parts if part.chunks), default=0)
+
+        named = {course: tuple(numbers) for course, numbers in (leases or {}).items()}
+        begun = threading.Event() if named and len(self._parts) > 1 else None
 
         def work(part: Part) -> Future[None]:
             if not part.chunks:  # more servers than pieces: this one has nothing to answer
@@ -166,8 +172,12 @@ class Table:
                 round=oldest,
                 life=self._client.life,
                 thread=thread,
+                leases={} if part.port.server else named,
             )
-            return part.push(head, flat)
+            future = part.push(head, flat, begun)
+            if begun and not part.port.server:
+                future.add_done_callback(lambda _: begun.set())  # a server that is gone holds nobody up
+            return future
 
         self._each(work)
         reason = next((part.reason for part in self._parts if part.dropped), "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -45,9 +45,15 @@ OVER, WAIT = -1, -2  # in the place of a number
 
 
 class Dealing:
-    """The server's side: a thread for each worker."""
+    """The server's side: a thread for each worker.
 
-    def __init__(self, wires: Wires, ranks: Sequence[int]) -> None:
+    Args:
+        pushes: whether workers push here as well. Then the batches of one that is lost are dealt again when `left` was
+            called too: its last push may still be on its way in.
+    """
+
+    def __init__(self, wires: Wires, ranks: Sequence[int], *, pushes: bool = False) -> None:
+        self._ends = dict.fromkeys(ranks, 1 + pushes)  # by rank: connections that are not over
         self._changed = threading.Condition()
         self._courses: dict[str, Leases] = {}
         self._closed = False
@@ -77,6 +83,22 @@ class Dealing:
         with self._changed:
             self._waits.pop(rank, None)
             self._told.discard(rank)
+        self.left(rank)
+
+    def settle(self, rank: int, leases: Mapping[str, Sequence[int]]) -> None:
+        """A push of this worker is taken: the batches that it was made of are done."""
+        with self._changed:
+            for course, numbers in leases.items():
+                if known := self._courses.get(course):
+                    known.done(rank, numbers)
+            self._answer()
+
+    def left(self, rank: int) -> None:
+        """One of a worker's connections is over: with the last of them, the worker is gone."""
+        with self._changed:
+            self._ends[rank] -= 1
+            if self._ends[rank]:
+                return
             for leases in self._courses.values():
                 leases.lost(rank)
             self._answer()
@@ -176,10 +198,13 @@ class DealsFor:
         return self._dealer.deals
 
     def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
-        return self._dealer.take(f"{self._loader}/{course}", total, wait=wait, waits=waits)
+        return self._dealer.take(self.named(course), total, wait=wait, waits=waits)
 
     def done(self, course: str, numbers: Sequence[int]) -> None:
-        self._dealer.done(f"{self._loader}/{course}", numbers)
+        self._dealer.done(self.named(course), numbers)
+
+    def named(self, course: str) -> str:
+        return f"{self._loader}/{course}"
 
     def rest(self) -> None:
         self._dealer.rest()

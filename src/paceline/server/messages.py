@@ -9,6 +9,7 @@
                       Leave      this worker is done
     server → worker   Opened, Weights, State, Dropped, Refused
     server → first    Standing   of a round with backups: who is here, and whose push is whole
+                      Last       of a lost worker: how far its pushes have come
     first → servers   Closed     this round, with these workers' pushes
 
 Every connection begins with Open, which has the protocol's version. Bytes that do not decode to exactly these, or do
@@ -25,7 +26,7 @@ import msgspec
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server.placement import Tensor
 
-PROTOCOL = 2  # raised with every change that an older member would not understand
+PROTOCOL = 3  # raised with every change that an older member would not understand
 MAX_HEADER_BYTES = 1 << 26  # a table of a million parameters
 
 Options = dict[str, Any]  # of a parameter group: numbers, booleans, words, None and lists of them
@@ -81,6 +82,7 @@ class Push(msgspec.Struct, frozen=True, tag="push", kw_only=True):
     round: int = 0  # with backups: the one that it is meant for; of several servers', the oldest
     life: int = 0  # of the worker: who takes the place of a lost one, with its rank, has another
     thread: int = 0  # of the worker: to corrections, each is a worker
+    leases: dict[str, tuple[int, ...]] = {}  # by course: the batches that it settles, at the server that deals
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):
@@ -185,13 +187,23 @@ class Closed(msgspec.Struct, frozen=True, tag="closed"):
     contributors: tuple[tuple[int, int], ...]  # ranks and lives
 
 
+class Last(msgspec.Struct, frozen=True, tag="last", kw_only=True):
+    """How far a worker that was lost has come with its pushes to one server, by their numbers."""
+
+    table: int
+    servers: int  # that hold a part of the table
+    rank: int
+    begun: int  # of this one, chunks were taken
+    whole: int
+
+
 ToServer = Open | Store | Push | Part | Pull | Turn | Rest | Leave
 ToWorker = Opened | Weights | State | Dropped | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
-_between_servers = msgspec.msgpack.Decoder(Standing | Closed)
+_between_servers = msgspec.msgpack.Decoder(Standing | Closed | Last)
 
 
 class _Head(msgspec.Struct):
@@ -229,9 +241,9 @@ def decode_to_worker(data: bytes | bytearray) -> ToWorker:
         raise Interrupted(f"a server sent what cannot be read: {error}") from None
 
 
-def decode_between_servers(data: bytes | bytearray) -> Standing | Closed:
+def decode_between_servers(data: bytes | bytearray) -> Standing | Closed | Last:
     try:
-        message: Standing | Closed = _between_servers.decode(data)
+        message: Standing | Closed | Last = _between_servers.decode(data)
         return message
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"a server sent what cannot be read: {error}") from None

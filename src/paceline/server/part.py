@@ -5,6 +5,7 @@ Part of the client: a `Part` says what goes to its server and takes in what come
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -105,8 +106,14 @@ class Part:
             self.packer.end(dropped=self.dropped)
         self.dropped = False
 
-    def push(self, head: m.Push, gradients: Sequence[torch.Tensor | None]) -> Future[None]:
+    def push(
+        self, head: m.Push, gradients: Sequence[torch.Tensor | None], begun: threading.Event | None = None
+    ) -> Future[None]:
+        """Send gradients. `begun` is set when a chunk has gone to the first server; the others get theirs after it."""
+
         def work() -> None:
+            if begun and self.port.server:
+                begun.wait(self.port.limit_s)
             self.port.say(head)
             for index, chunk in enumerate(self.chunks):
                 missing = tuple(i for i, piece in enumerate(chunk.pieces) if gradients[piece.tensor] is None)
@@ -128,6 +135,8 @@ class Part:
                 else:
                     body = self._gather(chunk, gradients, self._staging)
                     self.port.say(m.Part(chunk=index, nbytes=chunk.nbytes, missing=missing), body)
+                if begun and not self.port.server:
+                    begun.set()
 
         # A server that holds nothing of the table is not told of pushes: it would have nothing to answer.
         return self._begin(work if self.chunks else lambda: None, chunks=True)

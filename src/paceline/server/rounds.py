@@ -15,12 +15,14 @@ side's answer, so what is unread on a channel between servers stays small.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server import messages as m
+from paceline.server.lasts import Lasts
 from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
 
@@ -73,6 +75,7 @@ class Agreement:
         self._closed = False
         self._rounds: dict[int, Rounds] = {}  # by table, on the first server
         self._stood: dict[int, m.Standing] = {}  # by table: what was said last
+        self._lasts = Lasts()
 
     def start(
         self, lock: threading.RLock, close: Callable[[m.Closed], None], fail: Callable[[str], None]
@@ -98,6 +101,13 @@ class Agreement:
         else:
             self._hear(0, standing)
 
+    def lost(self, last: m.Last) -> None:
+        """A worker is lost: what it has pushed here is to be held against what it has pushed elsewhere."""
+        if self._server:
+            self._say(self._channels[0], last)
+        elif words := self._lasts.hear(0, last):
+            print(f"paceline: {words}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
         self._closed = True
         for channel in self._channels:
@@ -109,7 +119,7 @@ class Agreement:
                 self._say(channel, closed)
             self._close(closed)
 
-    def _say(self, channel: Channel, message: m.Standing | m.Closed) -> None:
+    def _say(self, channel: Channel, message: m.Standing | m.Closed | m.Last) -> None:
         with contextlib.suppress(PacelineError):  # its own thread will notice
             channel.send(m.encode(message))
 
@@ -120,6 +130,9 @@ class Agreement:
                 with self._lock:
                     if isinstance(message, m.Standing):
                         self._hear(other, message)
+                    elif isinstance(message, m.Last):
+                        if words := self._lasts.hear(other, message):
+                            print(f"paceline: {words}", file=sys.stderr, flush=True)
                     else:
                         self._close(message)
         except Interrupted:

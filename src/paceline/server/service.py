@@ -6,7 +6,7 @@ What a worker says that cannot be read, or does not fit, ends its connection wit
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,9 @@ class Service:
         self.tables: dict[int, Table] = {}
         self.fault = ""  # why nobody can go on
         self.look: Callable[[], None] = lambda: None  # called, with the lock held, when the shards may have changed
+        # Where batches are dealt here, called with the lock held:
+        self.settle: Callable[[int, Mapping[str, Sequence[int]]], None] = lambda rank, leases: None
+        self.left: Callable[[int], None] = lambda rank: None  # a worker's connection is over, and all it said is done
         self._sessions: dict[int, Session] = {}
         self._shards = threading.RLock()
         self._idle = threading.Condition()
@@ -117,10 +120,13 @@ class Service:
                 if not said and not table.shard.forgives:
                     self.fault = self.fault or f"member {session.rank} left the run, and sync waits for every member"
                 else:
+                    if not said and table.chunks and not table.shard.sync:
+                        self.agreement.lost(table.shard.last(session.rank, table.number))
                     table.shard.leave(session.rank)
         with self._idle:
             del self._sessions[session.rank]
             self._idle.notify_all()
+        self.left(session.rank)
         if self.fault:
             self._fail(self.fault)
 
@@ -163,7 +169,14 @@ class Table:
         self.block = Block(max(self.nbytes, 1))
         self._service = service
         self.shard = Shard(
-            placement, terms.server, terms.rule, self.block.data, self._ready, self._stands, self._dropped
+            placement,
+            terms.server,
+            terms.rule,
+            self.block.data,
+            self._ready,
+            self._stands,
+            self._dropped,
+            self._settle,
         )
 
     def _ready(self, rank: int, index: int) -> None:
@@ -176,6 +189,10 @@ class Table:
     def _dropped(self, rank: int, step: int, reason: str) -> None:
         if session := self._service.session(rank):
             session.say_dropped(self, step, reason)
+
+    def _settle(self, rank: int, push: m.Push) -> None:
+        if push.leases:
+            self._service.settle(rank, push.leases)
 
 
 def _difference(mine: Terms, first: Terms) -> str:

@@ -24,7 +24,7 @@ from paceline.core.errors import ConfigError
 from paceline.server.corrected import Corrected
 from paceline.server.gates import Together, make_gate
 from paceline.server.kept import MARK, Kept
-from paceline.server.messages import Push, Rule, Standing
+from paceline.server.messages import Last, Push, Rule, Standing
 from paceline.server.placement import Placement
 from paceline.server.stock import Stock
 from paceline.staleness import make_corrections
@@ -53,6 +53,8 @@ class Shard:
         ready: called when a chunk may go to a worker.
         stands: called where rounds have backups and `standing` may have changed: who knows all shards calls `close`.
         dropped: called with rank, step and reason where a push is dropped that `begin` had taken.
+        settle: called with rank and push when its batches are used up: with the first of its chunks, from which on it
+            cannot be undone; in sync, where nothing is applied before, when it is whole.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Shard:
         ready: Callable[[int, int], None],
         stands: Callable[[], None] = lambda: None,
         dropped: Callable[[int, int, str], None] = lambda rank, step, reason: None,
+        settle: Callable[[int, Push], None] = lambda rank, push: None,
     ) -> None:
         self.stock = Stock(placement, server, rule, memory)
         self.placement = placement
@@ -81,6 +84,7 @@ class Shard:
         self._ready = ready
         self._stands = stands
         self._dropped = dropped
+        self._settle = settle
         self._under: dict[int, Under] = {}
         self._gone: dict[tuple[int, int], Under] = {}  # by rank and life: whole pushes of who has left, with backups
         self._resting: set[int] = set()
@@ -127,6 +131,18 @@ class Shard:
             self._go_on()
         else:
             self._tell()
+
+    def last(self, rank: int, table: int = 0) -> Last:
+        """How far a worker has come with its pushes."""
+        under = self._under.get(rank)
+        whole = 0 if rank in self._fresh else self._steps[rank]
+        return Last(
+            table=table,
+            servers=self._servers,
+            rank=rank,
+            begun=under.push.step if under and under.parts else whole,
+            whole=whole,
+        )
 
     def rest(self, rank: int) -> None:
         """A worker will not push for a while, and nobody is to wait for it."""
@@ -214,6 +230,8 @@ class Shard:
         elif not under.reason:
             self._apply_one(rank, index, gradient, missing, under)
             self._due(rank, index)
+        if under.parts == (len(self.chunks) if self.sync else 1):
+            self._settle(rank, under.push)
         if under.parts == len(self.chunks) and rank in self._under:  # else it was the round's last
             self._end(rank, under)
 
@@ -425,13 +443,18 @@ class Shard:
         """What whoever closes the rounds of all shards must know of this one."""
         return Standing(
             table=table,
-            servers=len({chunk.server for chunk in self.placement.chunks}),
+            servers=self._servers,
             round=self.round,
             backups=self._backups,
             here=tuple(sorted(self.clocks)),
             resting=tuple(sorted(self._resting)),
             whole=tuple((rank, self._under[rank].push.life) for rank in sorted(self.whole_pushes())),
         )
+
+    @property
+    def _servers(self) -> int:
+        """That hold a part of the table."""
+        return len({chunk.server for chunk in self.placement.chunks})
 
     def _tell(self) -> None:
         if self._backups and self.chunks:

@@ -14,7 +14,7 @@ servers. In a run of one there are no servers, and the optimizer steps as it alw
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,9 +110,11 @@ class Served:
         if doubt:
             world.tell(doubt)
         options = options_of(optimizer)
+        leases = world.passing.leases if world.passing else world.leases()
         began = time.monotonic()
         for each in held:
-            each.push(options[: each.groups], weight, self.sync and world.wish, world.passing)
+            each.push(options[: each.groups], weight, self.sync and world.wish, world.passing, leases)
+            leases = {}
         world.waited_s += time.monotonic() - began
         world.sent_bytes = self._client.sent_bytes if self._client else 0
         seen = max(each.wishes for each in held)
@@ -175,6 +177,11 @@ class Served:
         for each in self._all():
             each.pull()  # corrections rest in sync, and begin anew behind it: so do the weights that they send
         world.group.barrier()
+
+    @property
+    def versions(self) -> list[int]:
+        """Of each server, the highest of its shards: what this member has pulled last."""
+        return [max(versions) for versions in zip(*(each.table.versions for each in self._all() if each.table))]
 
     @property
     def forgives(self) -> bool:
@@ -365,13 +372,20 @@ class _Held:
         self.wishes = 0
         self._front = front
 
-    def push(self, options: list[Options], weight: float, wish: bool, passing: Pass | None) -> None:
+    def push(
+        self,
+        options: list[Options],
+        weight: float,
+        wish: bool,
+        passing: Pass | None,
+        leases: Mapping[str, Sequence[int]],
+    ) -> None:
         gradients: list[torch.Tensor | None] = [p.grad for p in self.parameters]
         if self._front:
             gradients, weight, wish = self._front.sum(self.parameters, gradients, weight, wish)
         if self.table:
             read, thread = (passing.read[self.table.number], passing.thread) if passing else (None, 0)
-            self.table.push(gradients, options, weight=weight, wish=wish, read=read, thread=thread)
+            self.table.push(gradients, options, weight=weight, wish=wish, read=read, thread=thread, leases=leases)
             self.wishes = self.table.wishes
         if self._front:
             self._front.share(self.parameters)

@@ -69,6 +69,7 @@ class Pass(NamedTuple):
     thread: int
     weight: float  # of its batch
     read: Mapping[int, Sequence[int]]  # what `Strategy.reading` said when it began
+    leases: Mapping[str, Sequence[int]] = {}  # see World.leases
 
 
 class World:
@@ -104,6 +105,8 @@ class World:
         self.pace = (0.0, 0.0, 0.0)  # this member's last turn: seconds for data and computing, and of processor time
         self.paces: list[float] = []  # everyone's, one after another, where the strategy tells them
         self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
+        # By course: the batches whose gradients a step of now has, where they are dealt out
+        self.leases: Callable[[], Mapping[str, Sequence[int]]] = dict
         self.together: Callable[[Callable[[Group], Any]], Any] | None = None
         # Where members come and go (`paceline.train.team`):
         self.elastic = False

@@ -20,6 +20,7 @@ from paceline.core.status import Status
 from paceline.core.step import StepReport
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
+from paceline.strategies.server import Served
 from paceline.train import metrics
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
@@ -213,7 +214,8 @@ class Loop:
         before = self._status.what
         self._status.set("checkpointing")
         self._strategy.together(keep=True)
-        self._saver.save(self._meter.step, epoch, self._replica.epoch_step)
+        versions = self._strategy.versions if isinstance(self._strategy, Served) else ()
+        self._saver.save(self._meter.step, epoch, self._replica.epoch_step, versions)
         self._status.set(before)
 
     @contextlib.contextmanager

@@ -38,6 +38,7 @@ class Batch(NamedTuple):
 
     data: Any
     weight: float
+    leases: dict[str, tuple[int, ...]]  # see World.leases
     done: Callable[[], None]
 
 
@@ -126,7 +127,7 @@ class Pool:
             while (batch := self._draw()) is not None:
                 read = self._strategy.reading()
                 _checked(self._loss_of(model, batch.data)).backward()  # type: ignore[no-untyped-call]
-                self._apply(Pass(number, batch.weight, read))
+                self._apply(Pass(number, batch.weight, read, batch.leases))
                 batch.done()
                 with self._changed:
                     self._under -= 1
@@ -150,7 +151,7 @@ class Pool:
                 weight, _ = self._world.tally.take()
                 with self._changed:
                     self._under += 1
-                return Batch(data, weight, self._batches.hold())
+                return Batch(data, weight, self._batches.leases(), self._batches.hold())
         return None
 
     def _apply(self, passing: Pass) -> None:

@@ -94,6 +94,7 @@ class Run:
             strategy,
         )
         self._saver.add("strategy", strategy)
+        self._world.leases = self._leases
         if settings.fresh:
             self._saver.clear()
         self._loaders: list[Loader] = []
@@ -182,6 +183,7 @@ class Run:
             before=lambda: self._loop.asked(loader),
             agree=self._agree,
             deal=self._deals(len(self._loaders)),
+            owed=lambda: self._loop.window.open,
             on_note=self._warn,
             **options,
         )
@@ -410,6 +412,9 @@ class Run:
 
     def _deals(self, loader: int) -> Deal | None:
         return DealsFor(self._dealer, str(loader)) if self._dealer else None
+
+    def _leases(self) -> dict[str, tuple[int, ...]]:
+        return {course: numbers for loader in self._loaders for course, numbers in loader.leases().items()}
 
     def _agree(self, value: int) -> list[int]:
         return [int(t) for t in self.group.all_gather(torch.tensor([value]))]

@@ -10,7 +10,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,8 +97,11 @@ class Saver:
             return False
         return time.monotonic() - self._last_at >= self._every_s
 
-    def save(self, step: int, epoch: int, epoch_step: int) -> None:
-        """All members together, between two steps. Returns when the state is copied; it is written behind."""
+    def save(self, step: int, epoch: int, epoch_step: int, versions: Sequence[int] = ()) -> None:
+        """All members together, between two steps. Returns when the state is copied; it is written behind.
+
+        `versions` are those of the servers' shards, for who reads on what a lost one had beyond them.
+        """
         self.report()
         self._last_at = time.monotonic()
         mine = {"random": random_states(), "strategy": self._strategy.own_state()}
@@ -113,7 +116,7 @@ class Saver:
                 step,
                 snapshot,
                 [t.numpy().tobytes() for t in own],
-                {"epoch": epoch, "epoch_step": epoch_step, "size": self._group.size},
+                {"epoch": epoch, "epoch_step": epoch_step, "size": self._group.size, "versions": list(versions)},
             )
         except CheckpointFailed as error:
             self._events.emit("checkpoint_failed", step=step, reason=str(error))
