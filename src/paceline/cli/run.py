@@ -19,7 +19,7 @@ from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import Flag, Parser, add_settings, seconds, settings_of, size, whole
 from paceline.core.errors import ConfigError
 from paceline.core.settings import NAMES
-from paceline.launch import beforehand, cores, servers
+from paceline.launch import beforehand, cores, posts, servers
 from paceline.launch.elastic import DRAIN_S, ElasticJob
 from paceline.launch.local import Local, LocalJob
 from paceline.launch.plan import plan
@@ -48,7 +48,12 @@ _ELASTIC = (
     Flag("replacements", "N", whole(0), "how often each member may be started again"),
     Flag("silence_s", "S", seconds(0.1), "after which a member or host that is not heard of is lost"),
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
+    Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
+    Flag("slots", "K", whole(0), "members that this host may have"),
+    Flag("hosts", "FILE", str, "other hosts: lines of a name and its slots, or a program that prints them"),
+    Flag("start_on", "COMMAND", str, "what leads to such a host"),
 )
+_NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
 
 def main(argv: list[str]) -> int:
@@ -78,7 +83,9 @@ def _parser() -> Parser:
     )
     parser.option("--threads", parse=whole(1), metavar="T", help="per member (default: its share of the cores)")
     for flag in _ELASTIC:
-        text = f"{flag.help}; with -n MIN:MAX (default: {getattr(_DEFAULT, flag.field):g})"
+        default = getattr(_DEFAULT, flag.field)
+        note = _NOTES.get(flag.field) or (f"{default:g}" if isinstance(default, int | float) else default)
+        text = f"{flag.help}; with -n MIN:MAX (default: {note})"
         parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
     parser.option("--dry-run", help="print what would be started, and start nothing")
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
@@ -122,6 +129,10 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
 def _elastic(given: Namespace) -> Elastic | None:
     values = {flag.field: value for flag in _ELASTIC if (value := getattr(given, flag.field)) is not None}
     if given.members.elastic:
+        if given.hosts and not given.listen:
+            values["listen"] = posts.reachable(given.hosts)
+        elif given.hosts:
+            posts.read(given.hosts)  # what is wrong with it is said before anything starts
         return Elastic(least=given.members.least, most=given.members.most, **values)
     if values:
         flag = next(flag for flag in _ELASTIC if flag.field in values)
@@ -184,7 +195,8 @@ def _catch_signals() -> deque[int]:
 
 def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
     usable = cores.cores().usable
-    threads, warning = cores.share(spec.num_members, usable)
+    here = min(spec.num_members, spec.elastic.own_slots) if spec.elastic else spec.num_members
+    threads, warning = cores.share(max(1, here), usable)
     if warning:
         display.say(f"warning: {warning}")
     _, reason = servers.choose(spec.settings.strategy, spec.settings.servers, spec.num_members)
@@ -194,7 +206,9 @@ def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
     shown = spec.threads or os.environ.get("OMP_NUM_THREADS") or threads
     if spec.elastic:
         members += f" (elastic, {spec.elastic.least} to {spec.elastic.most})"
-    display.say(f"{members}, {shown} thread{'' if str(shown) == '1' else 's'} each; files in {_short(job.dir)}")
+    there = "" if here == spec.num_members else f"{here} of them here, " if here else "all on other hosts, "
+    each = f"{shown} thread{'' if str(shown) == '1' else 's'} each; " if here else ""
+    display.say(f"{members}, {there}{each}files in {_short(job.dir)}")
 
 
 def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Display) -> None:
@@ -205,7 +219,7 @@ def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Dis
     for lost in () if spec.elastic else outcome.lost:
         how = f"{ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
         display.say(f"warning: rank {lost.rank} was lost: {how}; the others went on without it")
-    if isinstance(job, ElasticJob) and job.reason:
+    if isinstance(job, ElasticJob) and job.reason and not outcome.stopped_by:
         display.say(f"the run is over: {job.reason}")
     if outcome.stopped_by:
         display.say(ending.stopped(outcome.stopped_by, _short(job.dir), again))

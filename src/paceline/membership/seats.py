@@ -79,6 +79,7 @@ class HostSeen(msgspec.Struct, kw_only=True):
     lost: int = 0
     quarantined: bool = False
     going: bool = False  # it drains
+    agent: str = ""  # which process speaks for it
 
     @property
     def usable(self) -> bool:
@@ -98,6 +99,7 @@ class Run(msgspec.Struct, kw_only=True):
     repeats: int = 0  # views of the same members in a row, none of which was formed
     blames: dict[int, int] = {}  # in these
     readies: int = 0  # counts those who said Ready
+    stopping: bool = False  # all members are to leave
     over: str | None = None  # why the run has ended; "": it finished
     kind: str = ""  # of the refusal that members get
 

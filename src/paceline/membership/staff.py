@@ -12,6 +12,7 @@ from paceline.membership.books import Books
 from paceline.membership.orders import Drain, Start, Stop
 from paceline.membership.seats import Seat
 
+STOPPED = "the run was stopped"
 _PAST = 8  # processes of a seat that are remembered, so that they are refused
 
 
@@ -118,6 +119,10 @@ class Staff:
     def _give_up(self, now: float) -> None:
         """End the run when too few can ever come."""
         books, rules = self._books, self._books.rules
+        if books.run.stopping:
+            if not any(s.here or s.state == "starting" for s in books.seats.values()):
+                books.end("left", STOPPED)
+            return
         if not self._begun() or any(s.state == "finished" for s in books.seats.values()):
             return
         waiting = [s for s in books.seats.values() if s.wanted and s.state in ("idle", "lost")]
