@@ -89,6 +89,7 @@ def test_a_host_joins_and_its_members_are_started_there(start, join):  # noqa: F
     assert re.search(r"^paceline: joined the run at 127.0.0.1:\d+ with 2 slots; logs in ", output)
 
 
+@pytest.mark.slow
 def test_an_agent_drains_on_sigterm_and_its_members_start_elsewhere(start, join):  # noqa: F811
     s = start(MEMBER, 2, 1, 2, slots=0, **LOCAL)
     s.until(lambda: has_run(s))
@@ -106,6 +107,7 @@ def test_an_agent_drains_on_sigterm_and_its_members_start_elsewhere(start, join)
     assert [agent.end()[0] for agent in (one, two)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_takes_its_members_along_and_another_takes_its_place(start, join):  # noqa: F811
     s = start(MEMBER, 2, 1, 2, slots=0, **LOCAL)
     s.until(lambda: has_run(s))
@@ -122,6 +124,7 @@ def test_a_killed_agent_takes_its_members_along_and_another_takes_its_place(star
     assert s.finish().code == 0
 
 
+@pytest.mark.slow
 def test_two_agents_of_one_name_are_refused_by_name(start, join):  # noqa: F811
     s = start(MEMBER, 1, 1, 2, slots=1, **LOCAL)
     s.until(lambda: in_view(s, 0))
@@ -146,6 +149,7 @@ def test_the_end_of_the_launcher_is_the_end_of_all(start, join):  # noqa: F811
     assert "drained" in s.kept.of(0) or "drained" in s.kept.of(1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_at_once(start, join):  # noqa: F811
     s = start(MEMBER, 2, 1, 2, slots=1, **LOCAL)
     s.until(lambda: has_run(s))

@@ -98,6 +98,8 @@ class Roster:
             books.say(id, NewView(term=run.term, view=run.view, planned=run.planned))
         if seat.draining:
             books.say(id, Drain(run.term))
+        if run.home and id in run.ids:
+            books.send_home(id)
         self._forming.settle(now)
 
     def down(self, id: int, now: float) -> None:
@@ -291,6 +293,8 @@ class Roster:
                     books.lose(
                         seat, f"was not heard: its host {name} was silent for {silence_s:g} s", now, host_fault=False
                     )
+                elif seat.host == name and seat.state == "drained" and seat.wanted:
+                    books.turn(seat, "idle", now)  # its end was not told, and will not be
         for seat in books.seats.values():
             watch = books.watch[seat.id]
             if seat.here and watch.paused is not None and now - watch.paused >= silence_s:

@@ -364,6 +364,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             settings=self.settings,
             silence_s=self.silence_s,
             replacements=self.replacements,
+            open=self.work is not None,
         )
 
 
