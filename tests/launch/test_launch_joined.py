@@ -172,7 +172,7 @@ def test_the_token_comes_from_the_environment(start, join):  # noqa: F811
     code, output = join(s, "c", join=address, env={"PACELINE_TOKEN": "another"}).end()
     assert code == 2
     code, output = join(s, "c", join="nowhere").end()
-    assert "--join 'nowhere' is neither a run's scheduler.json nor its address" in output
+    assert "--join 'nowhere': there is no run; give its scheduler.json" in output
 
 
 def test_a_run_that_does_not_listen_takes_no_other_hosts(start, join):  # noqa: F811

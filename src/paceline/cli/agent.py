@@ -69,7 +69,8 @@ def _where(join: str) -> Reach:
         split_address(join)
     except ConfigError:
         raise ConfigError(
-            f"--join {join!r} is neither a run's scheduler.json nor its address, as 10.0.0.1:29400"
+            f"--join {join!r}: there is no run; give its scheduler.json, which is there while it runs, or its address, "
+            "such as 10.0.0.1:29400"
         ) from None
     if not (token := os.environ.get("PACELINE_TOKEN")):
         raise ConfigError(

@@ -11,6 +11,7 @@ import time
 import types
 from argparse import Namespace
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,6 +39,7 @@ examples:
   paceline run -n 2 --name big --fresh train.py starts over
   paceline run -n 8 --dry-run train.py          prints what would be started
   paceline run -n 2:4 train.py                  elastic: starts 4, goes on while 2 are left, replaces lost ones
+  paceline run -n 4:8 --hosts hosts.txt train.py    on the hosts of a list, which may change
 
 Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of the member that failed first,
 130 after Ctrl-C, 143 after SIGTERM; of an elastic run that finished it is 0, whoever was lost on the way.
@@ -62,7 +64,7 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(options)
     if given.members is None:
         raise ConfigError(_no_members(rest))
-    spec = _spec(given, rest)
+    spec = _with_hosts(_spec(given, rest))
     shown = _dry_run(spec)  # also finds out whether the script can be started
     beforehand.check(spec.settings)
     if given.dry_run:
@@ -129,10 +131,6 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
 def _elastic(given: Namespace) -> Elastic | None:
     values = {flag.field: value for flag in _ELASTIC if (value := getattr(given, flag.field)) is not None}
     if given.members.elastic:
-        if given.hosts and not given.listen:
-            values["listen"] = posts.reachable(given.hosts)
-        elif given.hosts:
-            posts.read(given.hosts)  # what is wrong with it is said before anything starts
         return Elastic(least=given.members.least, most=given.members.most, **values)
     if values:
         flag = next(flag for flag in _ELASTIC if flag.field in values)
@@ -143,10 +141,22 @@ def _elastic(given: Namespace) -> Elastic | None:
     return None
 
 
+def _with_hosts(spec: JobSpec) -> JobSpec:
+    """With an address to listen on, where there are other hosts; what is wrong with their list is said here."""
+    elastic = spec.elastic
+    if not elastic or not elastic.hosts:
+        return spec
+    if elastic.listen:
+        posts.read(elastic.hosts)
+        return spec
+    return replace(spec, elastic=replace(elastic, listen=posts.reachable(elastic.hosts)))
+
+
 def _dry_run(spec: JobSpec) -> str:
     """Each member's command with what its environment has beyond ours, ready for a shell."""
     parts = []
-    for start in plan(spec, "127.0.0.1:<port>", "<token>"):
+    address = (spec.elastic and spec.elastic.listen) or "127.0.0.1"
+    for start in plan(spec, f"{address}:<port>", "<token>"):
         added = {k: v for k, v in start.env.items() if os.environ.get(k) != v}
         words = [f"{k}={shlex.quote(v)}" for k, v in added.items()]
         parts.append(f"# rank {start.rank}\n{' '.join(words)} {shlex.join(start.command)}")
