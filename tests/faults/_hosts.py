@@ -29,6 +29,8 @@ class Outing:
     hosts: Hosts
     slots: Sequence[int] = (1, 1, 1)
     least: int = 2
+    most: int = 0  # as many as there are slots
+    wait_limit_s: float = 60.0
     epochs: int = 3
     step_s: float = 0.01
     options: Sequence[str] = ()
@@ -50,8 +52,9 @@ class Outing:
 
     def start(self) -> None:
         """The launcher, and the agents one after the other: so ids go up with the number of the host."""
-        most = sum(self.slots)
-        settings = ["--name", "it", "--root", str(self.tmp_path / "runs"), "--progress", "off", "--wait-limit-s", "60"]
+        most = self.most or sum(self.slots)
+        settings = ["--name", "it", "--root", str(self.tmp_path / "runs"), "--progress", "off"]
+        settings += ["--wait-limit-s", str(self.wait_limit_s)]
         elastic = [
             "--silence-s",
             "1.5",
@@ -70,7 +73,7 @@ class Outing:
         for host in range(len(self.slots)):
             if host:
                 self.agent(host)
-            begun = sum(self.slots[: host + 1])
+            begun = min(most, sum(self.slots[: host + 1]))
             self.until(lambda begun=begun: len(list(self.dir.glob("logs/rank-*.log"))) >= begun)
 
     def agent(self, host: int, name: str = "") -> None:
@@ -100,6 +103,12 @@ class Outing:
     def faults(self, plan: FaultPlan, places: Sequence[int] = ()) -> Faults:
         job = SimpleNamespace(dir=self.dir, token=self.token)
         return Faults(plan, job, hosts=self.hosts, places=places)
+
+    @property
+    def steps(self) -> int:
+        """That any process has written down."""
+        files = (self.tmp_path / "ledger").glob("member-*.jsonl")
+        return max((file.read_bytes().count(b'"step"') for file in files), default=0)
 
     def check(self, epochs: int | None = None) -> Findings:
         found = Ledger.read(self.tmp_path / "ledger").check(epochs)

@@ -137,8 +137,8 @@ class ElasticJob:
         return self._result()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        if self._line and self._elastic.listen and not self._crew.stopped_by:
-            self._line.end_run(drain=number == signal.SIGTERM)
+        if self._line and self._elastic.listen:
+            self._line.end_run(drain=number == signal.SIGTERM and not self._crew.stopped_by)
         self._crew.stop(number)
 
     def kill(self, id: int, number: int) -> None:
@@ -256,7 +256,7 @@ class ElasticJob:
         host = Host(name=this_host(), slots=self._elastic.own_slots)
         self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
         if self._elastic.hosts:
-            self._posts = Posts(self._elastic, where, self._show, self._say)
+            self._posts = Posts(self._elastic, where, self._show, self._say, lambda: self._crew.ending)
         elif self._elastic.listen:
             self._say(f"other hosts join with: paceline agent --join {self.dir.absolute() / reach.FILE}")
 

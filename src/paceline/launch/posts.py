@@ -32,6 +32,7 @@ from paceline.transport.wires import own_address
 _LOOK_S = 3.0  # between two readings of the list
 _PROGRAM_LIMIT_S = 30.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0  # before an agent that ended is started again
+_WELL_S = 60.0  # after which it had started well
 _LEAVE_S = 30.0  # for one that drains
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*")
 _MEMBER = re.compile(r"\[ *(\d+)\] (.*)", re.DOTALL)
@@ -96,16 +97,24 @@ class _Post:
 
     slots: int
     process: subprocess.Popen[bytes] | None = None
-    fails: int = 0
+    began: float = 0.0
+    fails: int = 0  # in a row
     again_at: float = 0.0
     leaves_by: float | None = None  # its agent was told to drain
 
 
 class Posts:
-    """Keeps an agent on each host of the list, in a thread of its own."""
+    """Keeps an agent on each host of the list, in a thread of its own.
 
-    def __init__(self, elastic: Elastic, where: Reach, show: Show, say: Callable[[str], None]) -> None:
+    Args:
+        ending: whether the run is about to end, so that nothing is started any more.
+    """
+
+    def __init__(
+        self, elastic: Elastic, where: Reach, show: Show, say: Callable[[str], None], ending: Callable[[], bool]
+    ) -> None:
         self._elastic = elastic
+        self._ending = ending
         self._where = msgspec.json.encode(where) + b"\n"
         self._show = show
         self._say = say
@@ -133,6 +142,8 @@ class Posts:
     def _run(self) -> None:
         looked_at = time.monotonic()
         while not self._closed.wait(0.1):
+            if self._ending():
+                continue
             now = time.monotonic()
             if now - looked_at >= _LOOK_S:
                 self._look()
@@ -155,11 +166,7 @@ class Posts:
         if post.process and post.process.poll() is not None:
             code, post.process = post.process.returncode, None
             if wanted and post.leaves_by is None:
-                post.again_at = now + min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**post.fails)
-                post.fails += 1
-                self._say(
-                    f"the agent of host {name} ended ({how(code)}); it is started again in {post.again_at - now:g} s"
-                )
+                self._wait(name, post, code, now)
         if post.process is None and (post.leaves_by is not None or not wanted):
             del self._posts[name]
         elif post.process is None and now >= post.again_at:
@@ -171,15 +178,27 @@ class Posts:
         elif post.process and post.leaves_by is not None and now >= post.leaves_by:
             post.process.kill()
 
+    def _wait(self, name: str, post: _Post, code: int, now: float) -> None:
+        """Before the agent of a host is started again."""
+        post.fails = 0 if now - post.began > _WELL_S else post.fails
+        wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(post.fails, 5))
+        post.again_at, post.fails = now + wait_s, post.fails + 1
+        if code:  # else the run has finished, and we are about to hear of it
+            self._say(f"the agent of host {name} ended ({how(code)}); it is started again in {wait_s:g} s")
+
     def _start(self, name: str, post: _Post) -> None:
         way = [word.replace("{host}", name) for word in shlex.split(self._elastic.start_on)]
         agent = [sys.executable, "-m", "paceline", "agent", "--join", "-", "--name", name, "--slots", str(post.slots)]
         pipe = subprocess.PIPE
         try:
             post.process = subprocess.Popen(
-                [*way, *map(shlex.quote, agent)], stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0,
-                start_new_session=True,
-            )  # fmt: skip
+                [*way, *map(shlex.quote, agent)],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for the launcher
+            )
+            post.began = time.monotonic()
         except OSError as error:
             post.again_at = time.monotonic() + _LONGEST_WAIT_S
             self._say(f"warning: the agent of host {name} cannot be started: {way[0]}: {error.strerror}")
@@ -187,6 +206,7 @@ class Posts:
         assert post.process.stdin
         with contextlib.suppress(OSError):  # it has ended already
             post.process.stdin.write(self._where)
+            post.process.stdin.flush()
         threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True).start()
 
     def _pass_on(self, name: str, process: subprocess.Popen[bytes]) -> None:
