@@ -6,14 +6,13 @@ import pytest
 
 from paceline.core.view import Member, View
 from paceline.launch.story import has_met, tell
-from paceline.membership.orders import Picture, Seen
+from paceline.membership.orders import Picture, Seen, Site
 
 
 def picture(*members, ids=(0, 1), quarantined=()):
     view = View(number=1, members=tuple(Member(rank=r, host="h", pid=1, id=i) for r, i in enumerate(ids)))
-    return Picture(
-        term=1, view=view if ids else None, least=1, target=2, most=4, members=members, quarantined=quarantined
-    )
+    hosts = tuple(Site(name=name, slots=1, running=0, state="quarantined") for name in quarantined)
+    return Picture(term=1, view=view if ids else None, least=1, target=2, most=4, members=members, hosts=hosts)
 
 
 def seen(id, state="in", **more):

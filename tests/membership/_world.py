@@ -105,7 +105,7 @@ class World:
         assert not self.left & set(ids), "one that had left is in a view"
         if order.planned:
             assert self.state & set(ids) == set(ids[: len(self.state & set(ids))]), "newcomers before members"
-            assert self.state & set(ids), "a planned view without anybody who holds the state"
+            assert self.state & set(ids) or not ids, "a planned view without anybody who holds the state"
         else:
             assert set(ids) <= self.state or not set(ids) & (self.state - self.lost), "a newcomer in an unplanned view"
             self.out |= self.state - set(ids)
@@ -166,7 +166,7 @@ class World:
         if not process.alive or not process.line:
             return
         view = process.view
-        if process.draining and not (process.within(view) and process.planned):
+        if process.draining and not process.within(view):  # training leaves between steps, when it is in no view
             self.leave(process, "drained")
         elif process.within(view) and process.formed < view.number:
             others = [p for p in self.processes if p.within(view)]

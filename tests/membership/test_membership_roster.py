@@ -280,6 +280,58 @@ def test_a_host_that_must_go_is_drained_and_its_members_go_on_elsewhere():
     assert not any(m.replaced for m in world.picture().members)
 
 
+def test_when_all_members_must_go_they_are_told_that_nobody_stays():
+    world = World({"a": 2, "b": 2}, least=1, target=2, most=2)
+    formed(world)
+    told = []
+    world.do(lambda r: r.drain_host("a", world.now))
+    for process_ in world.living():
+        told += [order for order in process_.inbox if isinstance(order, NewView)]
+    assert [(order.view.members, order.view.number, order.planned) for order in told] == [((), 2, True)] * 2
+    assert sorted(formed(world, 5.0)) == [0, 1]  # elsewhere, from the last checkpoint
+    assert {p.host for p in world.living()} == {"b"}
+    assert world.last.number == 3
+
+
+def test_a_run_that_is_stopped_ends_on_all_hosts():
+    world = World({"a": 2, "b": 2}, least=1, target=3, most=3)
+    formed(world)
+    world.do(lambda r: r.end_run(True, world.now))
+    world.run(2.0)
+    assert world.living() == []
+    assert world.over == {"a": "the run was stopped", "b": "the run was stopped"}
+    at_once = World({"a": 2, "b": 2}, least=1, target=3, most=3)
+    formed(at_once)
+    at_once.do(lambda r: r.end_run(False, at_once.now))
+    assert at_once.over == world.over
+
+
+def test_where_other_hosts_may_join_one_is_waited_for():
+    world = World({"a": 2}, least=1, target=2, most=2, open=True)
+    formed(world)
+    world.do(lambda r: r.drain_host("a", world.now))
+    world.run(10.0)
+    assert not world.over
+    world.hosts["b"] = 2
+    world.do(lambda r: r.host("b", 2, (), world.now))
+    assert sorted(formed(world)) == [0, 1]
+    world.do(lambda r: r.drain_host("b", world.now))
+    world.run(world.rules.settings.join_limit_s + 2.0)
+    assert "no host has a free slot" in world.over["b"]
+
+
+def test_a_host_that_left_may_come_back_with_another_agent():
+    world = World({"a": 2, "b": 1}, least=1, target=2, most=2)
+    formed(world)
+    world.do(lambda r: r.drain_host("a", world.now))
+    world.run(3.0)
+    world.do(lambda r: r.host("a", 2, (), world.now))
+    assert [site.state for site in world.picture().hosts] == ["leaving", "up"]  # the same agent, on a new line
+    world.do(lambda r: r.host("a", 2, (), world.now, "another"))
+    assert [site.state for site in world.picture().hosts] == ["up", "up"]
+    assert sorted(formed(world, 5.0)) == [0, 1]
+
+
 def test_when_all_have_finished_the_run_is_over():
     world = World({"a": 2}, least=1, target=2, most=2)
     formed(world)

@@ -136,13 +136,14 @@ def others(tmp_path: Path) -> Iterator[Callable[[str, str], subprocess.Popen[byt
     begun = []
 
     def begin(module: str, rank: str = "") -> subprocess.Popen[bytes]:
-        place = tmp_path / "modules" / Path(*module.split("."))
+        module, *words = module.split()
+        place = tmp_path / "modules" / Path(*module.split("."), *(["__main__"] if words else []))
         place.parent.mkdir(parents=True, exist_ok=True)
         for package in [place.parent, *place.parent.parents][: module.count(".")]:
             (package / "__init__.py").touch()
         place.with_suffix(".py").write_text("import time; print(flush=True); time.sleep(100)")
         env = {**os.environ, "PYTHONPATH": str(tmp_path / "modules"), "PACELINE_TOKEN": "t", "PACELINE_RANK": rank}
-        argv = [sys.executable, "-m", module]
+        argv = [sys.executable, "-m", module, *words]
         begun.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE))
         assert begun[-1].stdout is not None
         begun[-1].stdout.readline()
@@ -158,7 +159,7 @@ def test_schedulers_agents_and_servers_are_found(
     others: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     second, first = others("paceline.server", "3"), others("paceline.server", "2")
-    agents = [others("paceline.membership.agent") for _ in range(2)]
+    agents = [others("paceline agent") for _ in range(2)]
     scheduler = others("paceline.membership.scheduler")
     job = SimpleNamespace(dir=tmp_path, token="t")
     plan = FaultPlan().kill("server 1").kill("agent 1").kill("scheduler").kill("server 4")

@@ -10,6 +10,7 @@ from paceline.core.errors import PacelineError, nearest
 COMMANDS = {
     "run": "train a script on several members",
     "status": "what each member of a run is doing or waiting for",
+    "agent": "let this host take part in an elastic run",
     "scale": "let an elastic run have more members, or fewer",
     "doctor": "check this machine, and what that means for a run",
 }

@@ -11,6 +11,7 @@ import time
 import types
 from argparse import Namespace
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,7 +20,7 @@ from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import Flag, Parser, add_settings, seconds, settings_of, size, whole
 from paceline.core.errors import ConfigError
 from paceline.core.settings import NAMES
-from paceline.launch import beforehand, cores, servers
+from paceline.launch import beforehand, cores, posts, servers
 from paceline.launch.elastic import DRAIN_S, ElasticJob
 from paceline.launch.local import Local, LocalJob
 from paceline.launch.plan import plan
@@ -38,6 +39,7 @@ examples:
   paceline run -n 2 --name big --fresh train.py starts over
   paceline run -n 8 --dry-run train.py          prints what would be started
   paceline run -n 2:4 train.py                  elastic: starts 4, goes on while 2 are left, replaces lost ones
+  paceline run -n 4:8 --hosts hosts.txt train.py    on the hosts of a list, which may change
 
 Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of the member that failed first,
 130 after Ctrl-C, 143 after SIGTERM; of an elastic run that finished it is 0, whoever was lost on the way.
@@ -48,7 +50,12 @@ _ELASTIC = (
     Flag("replacements", "N", whole(0), "how often each member may be started again"),
     Flag("silence_s", "S", seconds(0.1), "after which a member or host that is not heard of is lost"),
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
+    Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
+    Flag("slots", "K", whole(0), "members that this host may have"),
+    Flag("hosts", "FILE", str, "other hosts: lines of a name and its slots, or a program that prints them"),
+    Flag("start_on", "COMMAND", str, "what leads to such a host"),
 )
+_NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
 
 def main(argv: list[str]) -> int:
@@ -57,7 +64,7 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(options)
     if given.members is None:
         raise ConfigError(_no_members(rest))
-    spec = _spec(given, rest)
+    spec = _with_hosts(_spec(given, rest))
     shown = _dry_run(spec)  # also finds out whether the script can be started
     beforehand.check(spec.settings)
     if given.dry_run:
@@ -78,7 +85,9 @@ def _parser() -> Parser:
     )
     parser.option("--threads", parse=whole(1), metavar="T", help="per member (default: its share of the cores)")
     for flag in _ELASTIC:
-        text = f"{flag.help}; with -n MIN:MAX (default: {getattr(_DEFAULT, flag.field):g})"
+        default = getattr(_DEFAULT, flag.field)
+        note = _NOTES.get(flag.field) or (f"{default:g}" if isinstance(default, int | float) else default)
+        text = f"{flag.help}; with -n MIN:MAX (default: {note})"
         parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
     parser.option("--dry-run", help="print what would be started, and start nothing")
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
@@ -132,10 +141,22 @@ def _elastic(given: Namespace) -> Elastic | None:
     return None
 
 
+def _with_hosts(spec: JobSpec) -> JobSpec:
+    """With an address to listen on, where there are other hosts; what is wrong with their list is said here."""
+    elastic = spec.elastic
+    if not elastic or not elastic.hosts:
+        return spec
+    if elastic.listen:
+        posts.read(elastic.hosts)
+        return spec
+    return replace(spec, elastic=replace(elastic, listen=posts.reachable(elastic.hosts)))
+
+
 def _dry_run(spec: JobSpec) -> str:
     """Each member's command with what its environment has beyond ours, ready for a shell."""
     parts = []
-    for start in plan(spec, "127.0.0.1:<port>", "<token>"):
+    address = (spec.elastic and spec.elastic.listen) or "127.0.0.1"
+    for start in plan(spec, f"{address}:<port>", "<token>"):
         added = {k: v for k, v in start.env.items() if os.environ.get(k) != v}
         words = [f"{k}={shlex.quote(v)}" for k, v in added.items()]
         parts.append(f"# rank {start.rank}\n{' '.join(words)} {shlex.join(start.command)}")
@@ -184,7 +205,8 @@ def _catch_signals() -> deque[int]:
 
 def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
     usable = cores.cores().usable
-    threads, warning = cores.share(spec.num_members, usable)
+    here = min(spec.num_members, spec.elastic.own_slots) if spec.elastic else spec.num_members
+    threads, warning = cores.share(max(1, here), usable)
     if warning:
         display.say(f"warning: {warning}")
     _, reason = servers.choose(spec.settings.strategy, spec.settings.servers, spec.num_members)
@@ -194,7 +216,9 @@ def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
     shown = spec.threads or os.environ.get("OMP_NUM_THREADS") or threads
     if spec.elastic:
         members += f" (elastic, {spec.elastic.least} to {spec.elastic.most})"
-    display.say(f"{members}, {shown} thread{'' if str(shown) == '1' else 's'} each; files in {_short(job.dir)}")
+    there = "" if here == spec.num_members else f"{here} of them here, " if here else "all on other hosts, "
+    each = f"{shown} thread{'' if str(shown) == '1' else 's'} each; " if here else ""
+    display.say(f"{members}, {there}{each}files in {_short(job.dir)}")
 
 
 def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Display) -> None:
@@ -205,7 +229,7 @@ def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Dis
     for lost in () if spec.elastic else outcome.lost:
         how = f"{ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
         display.say(f"warning: rank {lost.rank} was lost: {how}; the others went on without it")
-    if isinstance(job, ElasticJob) and job.reason:
+    if isinstance(job, ElasticJob) and job.reason and not outcome.stopped_by:
         display.say(f"the run is over: {job.reason}")
     if outcome.stopped_by:
         display.say(ending.stopped(outcome.stopped_by, _short(job.dir), again))

@@ -66,12 +66,22 @@ def _elastic(known: Known) -> list[str]:
         f"{view}; {picture.target} wanted, {picture.least} to {picture.most} allowed; scheduler's term {picture.term}"
     )
     rows = [("member", "state", "for", "process", "replaced", "lost last")]
+    several = len(picture.hosts) > 1
     for seen in picture.members:
-        since = span(time.time() - seen.since)
-        rows.append((str(seen.id), seen.state, since, str(seen.pid or "-"), str(seen.replaced), seen.why or "-"))
+        since, process = span(time.time() - seen.since), str(seen.pid or "-")
+        if several and seen.host:
+            process += f" on {seen.host}"
+        rows.append((str(seen.id), seen.state, since, process, str(seen.replaced), seen.why or "-"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) + "  " + row[5] for row in rows]
-    return [head, *table, *(f"quarantined: {host}" for host in picture.quarantined)]
+    if len(picture.hosts) < 2:
+        return [head, *table, *(f"quarantined: {host}" for host in picture.quarantined)]
+    hosts = [f"host {h.name}: {h.state}, {h.running} of {_slots(h.slots)} in use" for h in picture.hosts]
+    return [head, *table, *hosts]
+
+
+def _slots(count: int) -> str:
+    return "1 slot" if count == 1 else f"{count} slots"
 
 
 def _list(found: list[Known]) -> list[str]:

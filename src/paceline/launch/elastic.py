@@ -1,8 +1,11 @@
-"""Starts an elastic run on this host: a scheduler, and a crew of members that it lets come and go.
+"""Starts an elastic run: a scheduler, and a crew of members on this host that it lets come and go.
 
 The thread of the job starts all processes and watches them: the scheduler's, which `keeper` starts again when it ends,
 and the members', which `crew` starts and ends at the scheduler's orders. Training goes on while there is no scheduler;
 only changes wait for it.
+
+Other hosts take part where the scheduler listens on an address that they reach: an agent there (`joined`) asks for the
+work and starts members too, whoever started it: a user, or `posts`.
 """
 
 from __future__ import annotations
@@ -27,15 +30,17 @@ from paceline.core.errors import PacelineError
 from paceline.core.settings import Settings
 from paceline.environment import this_host
 from paceline.environment.paceline import VARIABLES
-from paceline.launch import reach, record, standby
+from paceline.launch import reach, record
 from paceline.launch.keeper import Keeper
-from paceline.launch.plan import environment, plan, told
+from paceline.launch.kit import Kit, work_of
+from paceline.launch.plan import told
+from paceline.launch.posts import Posts
 from paceline.launch.spec import Elastic, JobSpec
 from paceline.launch.story import Story
 from paceline.membership.agent import Outcome
 from paceline.membership.agent_line import AgentLine
-from paceline.membership.crew import Crew, Means
-from paceline.membership.orders import Beat, DrainHost, Ended, FromAgent, Host, Over, Started
+from paceline.membership.crew import Crew
+from paceline.membership.orders import FromAgent, Host, Over
 from paceline.membership.process import Show, Start
 from paceline.membership.scheduler import Parameters
 from paceline.membership.watch import Watch
@@ -47,7 +52,7 @@ _IDLE_S = 60.0  # without a member: the scheduler should have started one, or en
 
 
 class ElasticJob:
-    """An elastic run on this host. Its members end when this process does, however it ends.
+    """An elastic run. Its members on this host end when this process does, however it ends.
 
     Args:
         say: gets a line when a member is lost, replaced or joins.
@@ -69,22 +74,17 @@ class ElasticJob:
         self._show = show
         self._say = say
         self.token = secrets.token_hex(32)
-        self._plan = plan(spec, "", self.token)  # a script that cannot be started leaves no directory behind
+        self._kit = Kit(spec, self.token, elastic.own_slots)  # what cannot be started leaves no directory behind
         self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least)
         self.settings: Settings = told(spec, self._record)
         self._losses: list[lost.Lost] = []
         lost.write(self.dir, ())
         self._story: Story | None = None
         self._line: AgentLine | None = None
-        means = Means(
-            start=self._member,
-            standby=self._standby(),
-            order=self._order,
-            standbys=elastic.standbys,
-            logs=self.dir / "logs",
-        )
+        self._posts: Posts | None = None
+        self._others_s = drain_s + notice_s + grace_s + 1.0  # within which agents of other hosts are done
         self._crew = Crew(
-            means,
+            self._kit.means(self.dir / "logs"),
             show,
             report=self._report,
             drain_s=drain_s,
@@ -93,6 +93,7 @@ class ElasticJob:
             on_started=lambda id, pid: self._note(),
             on_lost=self._lost,
         )
+        self._kit.running = lambda: self._crew.running
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
         # A daemon: when this process ends, the members end with the thread that started them.
@@ -136,6 +137,8 @@ class ElasticJob:
         return self._result()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
+        if self._line and self._elastic.listen:
+            self._line.end_run(drain=number == signal.SIGTERM and not self._crew.stopped_by)
         self._crew.stop(number)
 
     def kill(self, id: int, number: int) -> None:
@@ -183,7 +186,7 @@ class ElasticJob:
                         keeper.turn(watch, ended)
                     self._hear()
                     self._crew.turn(watch, ended)
-                    if self._crew.running:
+                    if self._crew.running or self._others:
                         idle_since = time.monotonic()
                     elif keeper.gave_up:
                         self._crew.obey(Over(0, "" if self._crew.well else keeper.gave_up))
@@ -193,6 +196,9 @@ class ElasticJob:
                             f"the run: see {self.dir / 'logs' / 'scheduler.log'}"
                         )
                 self._settle(watch)
+                deadline = time.monotonic() + self._others_s
+                while self._others and time.monotonic() < deadline:
+                    keeper.turn(watch, watch.turn())
                 if self._story:
                     self._story.close()
                 keeper.end(watch)
@@ -201,7 +207,15 @@ class ElasticJob:
                 self._story.close()
             if self._line:
                 self._line.close()
+            if self._posts:
+                self._posts.close()
         return replace(self._crew.outcome(), unfinished=bool(self.reason))
+
+    @property
+    def _others(self) -> bool:
+        """Whether members run on other hosts, as far as is known."""
+        picture = self._story.newest if self._story else None
+        return picture is not None and any(site.running for site in picture.hosts if site.name != this_host())
 
     def _settle(self, watch: Watch) -> None:
         """Read the members' last words."""
@@ -220,6 +234,8 @@ class ElasticJob:
             settings=self.settings,
             silence_s=self._elastic.silence_s,
             replacements=self._elastic.replacements,
+            host=self._elastic.listen or "127.0.0.1",
+            work=work_of(self._spec, self.settings) if self._elastic.listen else None,
         )
         file = (self.dir / _PARAMETERS).absolute()
         write_private(file, msgspec.json.encode(parameters))
@@ -233,11 +249,16 @@ class ElasticJob:
             self._record.scheduled(address, pid)
         if self._line:
             return
-        reach.write(self.dir, reach.Reach(address=address, token=self.token))
-        self._plan = plan(self._spec, address, self.token)
+        where = reach.Reach(address=address, token=self.token)
+        reach.write(self.dir, where)
+        self._kit.reach(address)
         self._story = Story(address, self.token, self._elastic.replacements, self._say)
-        host = Host(name=this_host(), slots=self._elastic.most)
+        host = Host(name=this_host(), slots=self._elastic.own_slots)
         self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
+        if self._elastic.hosts:
+            self._posts = Posts(self._elastic, where, self._show, self._say, lambda: self._crew.ending)
+        elif self._elastic.listen:
+            self._say(f"other hosts join with: paceline agent --join {self.dir.absolute() / reach.FILE}")
 
     def _hear(self) -> None:
         """Pass on what the scheduler wants."""
@@ -250,33 +271,8 @@ class ElasticJob:
             self._record.started(self.pids)
 
     def _report(self, message: FromAgent) -> None:
-        line = self._line
-        if line is None:
-            return
-        match message:
-            case Started():
-                line.started(message.id, message.pid)
-            case Ended():
-                line.ended(message.id, message.code)
-            case Beat():
-                line.beat(message.paused)
-            case DrainHost():
-                line.drain_host()
-
-    def _member(self, id: int, first: bool) -> Start:
-        start = self._plan[id]
-        return start if first else replace(start, terminal=False)
-
-    def _standby(self) -> Start | None:
-        if not self._elastic.standbys:
-            return None
-        env = environment(self._spec) | {"PACELINE_TOKEN": self.token}  # by which what is left behind is found
-        return Start(rank=-1, command=standby.command(self._spec.python), env=env, cwd=self._spec.cwd, waits=True)
-
-    def _order(self, id: int) -> bytes:
-        env = {name: self._plan[id].env[name] for name in VARIABLES if name in self._plan[id].env}
-        spec = self._spec
-        return standby.encode(standby.Order(script=spec.script, args=spec.args, module=spec.module, env=env))
+        if self._line:
+            self._line.report(message)
 
     def _lost(self, id: int, code: int) -> None:
         self._losses.append(lost.Lost(rank=id, how=lost.how(code), at=time.time()))

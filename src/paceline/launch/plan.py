@@ -18,19 +18,25 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-def plan(spec: JobSpec, address: str, token: str) -> list[Start]:
-    """Exactly what is started, one per member. `address`: of the rendezvous, or of an elastic run's scheduler."""
+def plan(spec: JobSpec, address: str, token: str, *, slots: int | None = None) -> list[Start]:
+    """Exactly what is started, one per member.
+
+    Args:
+        address: of the rendezvous, or of an elastic run's scheduler.
+        slots: how many of an elastic run's members this host may have; None: all.
+    """
     cwd = Path(spec.cwd or Path.cwd())
     command = script.command(spec.script, spec.args, module=spec.module, python=spec.python, cwd=cwd)
-    common = environment(spec)
+    common = environment(spec, slots)
+    local = spec.size if slots is None else min(slots, spec.size)
     starts = []
     for rank in range(spec.size):
         place = Place(
             kind="paceline",
             rank=rank,
             size=spec.size,
-            local_rank=rank,
-            local_size=spec.size,
+            local_rank=min(rank, local - 1),
+            local_size=local,
             servers=spec.num_servers,
             rendezvous="" if spec.elastic else address,
             scheduler=address if spec.elastic else "",
@@ -43,8 +49,8 @@ def plan(spec: JobSpec, address: str, token: str) -> list[Start]:
     return starts
 
 
-def environment(spec: JobSpec) -> dict[str, str]:
-    """What all members have in their environment."""
+def environment(spec: JobSpec, slots: int | None = None) -> dict[str, str]:
+    """What all members have in their environment; `slots` as for `plan`."""
     inherited = {k: v for k, v in os.environ.items() if k not in VARIABLES} | dict(spec.env)
     common = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in inherited):
@@ -53,7 +59,7 @@ def environment(spec: JobSpec) -> dict[str, str]:
         common |= dict.fromkeys(_THREADS, str(spec.threads))
     elif not any(inherited.get(name) for name in _THREADS):
         num_members = spec.elastic.most if spec.elastic else spec.num_members  # servers work while workers wait
-        threads, _ = cores.share(num_members, cores.cores().usable)
+        threads, _ = cores.share(min(slots or num_members, num_members), cores.cores().usable)
         common |= dict.fromkeys(_THREADS, str(threads))
     return inherited | common
 

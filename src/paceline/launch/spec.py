@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,13 @@ class Elastic:
     most: int
     replacements: int = 3  # per member
     silence_s: float = 3.0  # after which one that is not heard of is lost
-    standbys: int = 1  # processes that wait to become a member
+    standbys: int = 1  # processes that wait to become a member, on each host
+    listen: str = ""  # an address of this host on which others reach it; "": members only here
+    slots: int | None = (
+        None  # for members on this host; None: as many as the run may have, or none if there are `hosts`
+    )
+    hosts: str = ""  # a file of other hosts, or a program that prints them
+    start_on: str = "ssh {host}"  # what leads to a host; the agent's command is put behind it
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -33,6 +40,17 @@ class Elastic:
                 raise ConfigError(f"{name}={getattr(self, name)}: give 0 or more")
         if not self.silence_s > 0:
             raise ConfigError(f"silence_s={self.silence_s:g}: give a time above 0")
+        if self.slots is not None and self.slots < 0:
+            raise ConfigError(f"slots={self.slots}: give 0 or more")
+        if self.listen and _is_everywhere(self.listen):
+            raise ConfigError(f"listen={self.listen!r}: name the one address of this host on which the others reach it")
+        if "{host}" not in self.start_on:
+            raise ConfigError(f"start_on={self.start_on!r}: write where the host's name goes, as in 'ssh {{host}}'")
+
+    @property
+    def own_slots(self) -> int:
+        """How many members the launcher's host may have."""
+        return min(self.most, (0 if self.hosts else self.most) if self.slots is None else self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +86,13 @@ class JobSpec:
     def size(self) -> int:
         """Members and servers, as many as there may be."""
         return self.elastic.most if self.elastic else self.num_members + self.num_servers
+
+
+def _is_everywhere(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_unspecified
+    except ValueError:
+        return False
 
 
 class Job(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from paceline.core.errors import PacelineError
 from paceline.membership.agent_line import look
-from paceline.membership.orders import Picture, Seen
+from paceline.membership.orders import Picture, Seen, Site
 
 _LOOK_S = 0.3  # shorter than the time before a replacement
 _LIMIT_S = 2.0  # for an answer
@@ -34,12 +34,9 @@ def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]
     if came := sorted(is_in - was_in) if was_in else []:
         who = ("member " if len(came) == 1 else "members ") + ", ".join(map(str, came))
         lines.append(f"{who} joined: {_train(is_in)}")
-    lines += [
-        f"host {host} is quarantined: it keeps losing members, and none is started there any more"
-        for host in after.quarantined
-        if not before or host not in before.quarantined
-    ]
-    return lines
+    was = {site.name: site.state for site in before.hosts} if before else {}
+    new = [site for site in after.hosts if site.state != was.get(site.name, "")]
+    return lines + [_host(site, was.get(site.name, "")) for site in new if before or site.state == "quarantined"]
 
 
 class Story:
@@ -75,6 +72,17 @@ def has_met(picture: Picture) -> bool:
     """Whether any member has come to the scheduler. One may also finish without having come."""
     here = ("arrived", "ready", "in", "draining", "drained")
     return picture.view is not None or any(seen.state in here for seen in picture.members)
+
+
+def _host(site: Site, was: str) -> str:
+    """How a host's state has changed."""
+    slots = "1 slot" if site.slots == 1 else f"{site.slots} slots"
+    return f"host {site.name} " + {
+        "up": f"has joined, with {slots}" if not was else "is heard again" if was == "silent" else "is back",
+        "silent": "is not heard any more",
+        "leaving": "leaves: its members go, and are started elsewhere if there is room",
+        "quarantined": "is quarantined: it keeps losing members, and none is started there any more",
+    }.get(site.state, site.state)
 
 
 def _ids(picture: Picture) -> set[int]:

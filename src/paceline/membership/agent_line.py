@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import threading
 from collections.abc import Iterable
 
@@ -19,6 +20,9 @@ from paceline.membership.orders import (
     Done,
     DrainHost,
     Ended,
+    EndRun,
+    Fetch,
+    FromAgent,
     Host,
     Look,
     Over,
@@ -29,6 +33,7 @@ from paceline.membership.orders import (
     Stop,
     ToAgent,
     ToTool,
+    Work,
     decode,
     encode,
 )
@@ -37,6 +42,7 @@ from paceline.transport.channel import Channel, connect
 
 _BEAT_S = 0.5
 _ANSWER_LIMIT_S = 10.0
+_Said = Started | Ended | DrainHost | EndRun
 
 
 class AgentLine:
@@ -48,11 +54,11 @@ class AgentLine:
 
     def __init__(self, address: str, token: str, host: Host, limit_s: float) -> None:
         self.orders: queue.Queue[Start | Stop | Over] = queue.Queue()
-        self._host = host
+        self._host = host if host.agent else msgspec.structs.replace(host, agent=secrets.token_hex(8))
         self._lock = threading.Lock()
         self._term = 0
         self._running = set(host.running)  # ordered or started, and not known to the scheduler as ended
-        self._owed: list[Started | Ended | DrainHost] = []
+        self._owed: list[_Said] = []
         self._paused: tuple[int, ...] = ()
         self._closed = threading.Event()
         try:
@@ -84,6 +90,30 @@ class AgentLine:
         with self._lock:
             self._say(DrainHost())
 
+    def end_run(self, *, drain: bool) -> None:
+        """The run must end, on all hosts."""
+        with self._lock:
+            self._say(EndRun(drain))
+
+    def report(self, message: FromAgent) -> None:
+        """Say what a crew has to say."""
+        match message:
+            case Started():
+                self.started(message.id, message.pid)
+            case Ended():
+                self.ended(message.id, message.code)
+            case Beat():
+                self.beat(message.paused)
+            case DrainHost():
+                self.drain_host()
+            case EndRun():
+                self.end_run(drain=message.drain)
+
+    @property
+    def down_s(self) -> float:
+        """For how long the scheduler has not been reached."""
+        return self._tie.down_s
+
     def close(self) -> None:
         self._closed.set()
         self._tie.close()
@@ -95,7 +125,7 @@ class AgentLine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _say(self, message: Started | Ended | DrainHost) -> None:
+    def _say(self, message: _Said) -> None:
         """Now, or after what is owed once the line is there again."""
         if self._owed or not self._tie.send(encode(message)):
             self._owed.append(message)
@@ -145,7 +175,15 @@ def scale(address: str, token: str, size: int, limit_s: float = _ANSWER_LIMIT_S)
     return answer.text
 
 
-def _ask(address: str, token: str, wish: Look | Scale, limit_s: float) -> ToTool:
+def fetch(address: str, token: str, limit_s: float = _ANSWER_LIMIT_S) -> Work:
+    """What members of the run are made of."""
+    answer = _ask(address, token, Fetch(), limit_s)
+    if not isinstance(answer, Work):
+        raise ConfigError(f"unexpected answer from the scheduler: {type(answer).__name__}")
+    return answer
+
+
+def _ask(address: str, token: str, wish: Look | Scale | Fetch, limit_s: float) -> ToTool:
     with contextlib.closing(connect(address, token, limit_s)) as channel:
         channel.send(encode(wish))
         answer: ToTool = decode(channel.recv(limit_s), ToTool)

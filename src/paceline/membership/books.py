@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from paceline.core.errors import ConfigError
+from paceline.core.view import View
 from paceline.membership.hosts import Hosts
 from paceline.membership.messages import Refused
 from paceline.membership.orders import Drain, NewView, Noted, Over, Standing, Start, Stop
@@ -80,6 +81,10 @@ class Books:
     def say(self, to: To, order: Order) -> None:
         self.dirty = True
         self.out.append((to, order))
+
+    def send_home(self, id: int) -> None:
+        """Tell a member of the view that nobody stays in it: a planned view of nobody."""
+        self.say(id, NewView(term=self.run.term, view=View(number=self.run.number, members=()), planned=True))
 
     def turn(self, seat: Seat, state: str, now: float) -> None:
         """Let a seat be in another state."""

@@ -119,12 +119,17 @@ class Crew:
         with self._lock:
             return {id: process.pid for id, process in self._running.items()}
 
+    @property
+    def ending(self) -> bool:
+        """Whether nothing more will be started."""
+        return self.over is not None or bool(self.stopped_by)
+
     # ---- in the thread of the watch
 
     @property
     def gone(self) -> bool:
         """Whether no member is left and none will be started."""
-        return not self._running and (self.over is not None or bool(self.stopped_by))
+        return not self._running and self.ending
 
     def turn(self, watch: Watch, ended: list[Process]) -> None:
         """Called with each turn of the watch; `ended`: who has just ended."""
@@ -148,7 +153,7 @@ class Crew:
             if paused != self._paused:
                 self._paused = paused
                 self._report(orders.Beat(paused))
-        if not (self._no_standbys or self.over is not None or self.stopped_by):
+        if not (self._no_standbys or self.ending):
             self._warm_up(watch, now)
 
     @property
@@ -170,7 +175,7 @@ class Crew:
 
     def _carry_out(self, watch: Watch, order: orders.ToAgent) -> None:
         if isinstance(order, orders.Start):
-            if order.id not in self._running and not self.stopped_by and self.over is None:
+            if order.id not in self._running and not self.ending:
                 self._start(watch, order.id)
         elif isinstance(order, orders.Stop):
             if process := self._running.get(order.id):

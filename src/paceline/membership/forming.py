@@ -47,6 +47,9 @@ class Forming:
         if not self._staying(base):  # all are lost
             books.reports.clear()
             return
+        if run.home:  # they leave, and need no other view for that
+            books.reports.clear()
+            return
         blamed = [b for b in books.reports.values() if b in base]
         suspects = {b for b in blamed if b not in books.reports}
         for b in blamed:
@@ -84,6 +87,7 @@ class Forming:
         books.reports.clear()
         books.dirty = True
         self._first_at = None
+        run.home = False
         ids = [i for i in ids if self._seat(i).here]
         run.old = before if planned else ()
         run.planned, run.formed = planned, False
@@ -124,6 +128,8 @@ class Forming:
             return
         base = run.old if run.pending else run.ids
         finished = any(self._seat(i).state == "finished" for i in run.ids)
+        if run.home and any(self._stays(i) for i in run.ids):  # they go too
+            return
         if not finished and self._dark(base, now):
             return
         self.new_view(self._staying(base), False, now)
@@ -157,6 +163,10 @@ class Forming:
             key=lambda s: s.ready,
         )
         staying = [i for i in run.ids if not self._seat(i).draining]
+        if not staying and not run.home:
+            run.number, run.home = run.number + 1, True
+            for id in run.ids:
+                books.send_home(id)
         if (joining or len(staying) < len(run.ids)) and staying:
             self.new_view([*staying, *(s.id for s in joining)], True, now)
 

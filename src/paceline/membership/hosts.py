@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from paceline.membership.orders import Site
 from paceline.membership.seats import HostSeen
 
 _FAILURES, _WINDOW_S = 3, 60.0  # so many members lost in so long: quarantine
@@ -30,9 +31,11 @@ class Hosts:
         self._silent: set[str] = set()
         self._losses: dict[str, deque[float]] = {}
 
-    def came(self, name: str, slots: int, now: float) -> HostSeen:
-        host = self.seen.setdefault(name, HostSeen(name=name, slots=slots))
+    def came(self, name: str, slots: int, now: float, agent: str = "") -> HostSeen:
+        host = self.seen.setdefault(name, HostSeen(name=name, slots=slots, agent=agent))
         host.slots = slots
+        if host.agent != agent:  # the one before was drained, or has died
+            host.agent, host.going = agent, False
         self.heard(name, now)
         return host
 
@@ -84,6 +87,18 @@ class Hosts:
         others = any(h.usable and self.live(h.name) for h in self.seen.values() if h is not host)
         if len(times) == _FAILURES and now - times[0] <= _WINDOW_S and others:
             host.quarantined = True
+
+    def sites(self) -> tuple[Site, ...]:
+        """All of them, for people."""
+        return tuple(
+            Site(name=host.name, slots=host.slots, running=len(host.running), state=self._state(host))
+            for host in self.seen.values()
+        )
+
+    def _state(self, host: HostSeen) -> str:
+        if host.quarantined:
+            return "quarantined"
+        return "silent" if not self.live(host.name) else "leaving" if host.going else "up"
 
     @property
     def quarantined(self) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
     member     → scheduler   Arrive, then Ready, Broken, Formed, Leave
     scheduler  → member      Standing or Refused, then NewView, Drain; Noted answers Leave
-    agent      → scheduler   Host, then Beat, Started, Ended, DrainHost
+    agent      → scheduler   Host, then Beat, Started, Ended, DrainHost; EndRun from the launcher's
     scheduler  → agent       Start, Stop, Over
-    tool       → scheduler   Look or Scale, which Picture, Done or Refused answers
+    tool       → scheduler   Look, Scale or Fetch, which Picture, Done, Work or Refused answers
 
 Every order carries the scheduler's term, which rises each time that a scheduler starts: what an older one says, or
 what is said of an older view, counts no more. Bytes that do not decode to exactly these are refused by name.
@@ -21,7 +21,7 @@ from paceline.core.settings import Settings
 from paceline.core.view import Member, View
 from paceline.membership.messages import Refused
 
-PROTOCOL = 1  # raised with every change that an older one would not understand
+PROTOCOL = 2  # raised with every change that an older one would not understand
 
 
 class Arrive(msgspec.Struct, frozen=True, tag="arrive", kw_only=True):
@@ -96,6 +96,7 @@ class Host(msgspec.Struct, frozen=True, tag="host", kw_only=True):
     name: str
     slots: int
     running: tuple[int, ...] = ()  # ids
+    agent: str = ""  # another one for each agent, so that two of one name are told apart
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -120,6 +121,12 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 class DrainHost(msgspec.Struct, frozen=True, tag="drain_host"):
     """This host must go: let its members leave first."""
+
+
+class EndRun(msgspec.Struct, frozen=True, tag="end_run"):
+    """The launcher goes, and the run with it: on all hosts at once, or (`drain`) when all members have left."""
+
+    drain: bool
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -156,6 +163,35 @@ class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     size: int
 
 
+class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
+    """Tell me what members are made of, so that I can start some."""
+
+    protocol: int = PROTOCOL
+
+
+class Work(msgspec.Struct, frozen=True, tag="work", kw_only=True):
+    """What an agent on another host needs to start members. Paths are the same there."""
+
+    script: str  # a file, or a module's name
+    args: tuple[str, ...] = ()
+    module: bool = False
+    cwd: str
+    env: dict[str, str] = {}  # besides what there is on the host
+    threads: int | None = None  # per member; None: its share of the host's cores
+    most: int  # members of the run
+    standbys: int = 0  # per host
+    settings: Settings
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as the scheduler sees it."""
+
+    name: str
+    slots: int
+    running: int  # members
+    state: str  # up, silent, leaving, quarantined
+
+
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """A member as the scheduler sees it."""
 
@@ -178,7 +214,11 @@ class Picture(msgspec.Struct, frozen=True, tag="picture", kw_only=True):
     target: int
     most: int
     members: tuple[Seen, ...]
-    quarantined: tuple[str, ...] = ()  # hosts
+    hosts: tuple[Site, ...] = ()
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        return tuple(site.name for site in self.hosts if site.state == "quarantined")
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -188,12 +228,12 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 FromMember = Arrive | Ready | Broken | Formed | Leave
-FromAgent = Host | Beat | Started | Ended | DrainHost
-FromTool = Look | Scale
+FromAgent = Host | Beat | Started | Ended | DrainHost | EndRun
+FromTool = Look | Scale | Fetch
 ToScheduler = FromMember | FromAgent | FromTool
 ToMember = Standing | NewView | Drain | Noted | Refused
 ToAgent = Start | Stop | Over | Refused
-ToTool = Picture | Done | Refused
+ToTool = Picture | Done | Work | Refused
 Message = ToScheduler | ToMember | ToAgent | ToTool
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -21,7 +21,7 @@ from paceline.membership.forming import Forming
 from paceline.membership.messages import Refused
 from paceline.membership.orders import Drain, NewView, Noted, Over, Picture, Seen, Standing, Start, Stop
 from paceline.membership.seats import Rules, Seat
-from paceline.membership.staff import Staff
+from paceline.membership.staff import STOPPED, Staff
 
 _STALLED = 0.5  # of a silence without a tick: it was we who slept
 
@@ -98,6 +98,8 @@ class Roster:
             books.say(id, NewView(term=run.term, view=run.view, planned=run.planned))
         if seat.draining:
             books.say(id, Drain(run.term))
+        if run.home and id in run.ids:
+            books.send_home(id)
         self._forming.settle(now)
 
     def down(self, id: int, now: float) -> None:
@@ -155,11 +157,12 @@ class Roster:
 
     # Agents
 
-    def host(self, name: str, slots: int, running: Sequence[int], now: float) -> None:
-        """A host's agent has come, or come back."""
+    def host(self, name: str, slots: int, running: Sequence[int], now: float, agent: str = "") -> None:
+        """A host's agent has come, or come back; `agent`: which one, where there may be another of this name."""
         books, run = self._books, self._books.run
         books.dirty = True
-        host = books.hosts.came(name, slots, now)
+        host = books.hosts.came(name, slots, now, agent)
+        host.going = host.going or run.stopping
         if run.over is not None:
             books.say(name, Over(run.term, run.over))
             return
@@ -225,6 +228,23 @@ class Roster:
                 self._staff.drain(seat, now)
         self._forming.settle(now)
 
+    def end_run(self, drain: bool, now: float) -> None:
+        """The run is to end on all hosts: at once, or when all members have left."""
+        books = self._books
+        if books.run.over is not None:
+            return
+        if not drain:
+            books.end("left", STOPPED)
+            return
+        books.run.stopping = True
+        for name in books.hosts.seen:
+            self.drain_host(name, now)
+        self.tick(now)
+
+    def live(self, name: str) -> bool:
+        """Whether a host is heard."""
+        return self._books.hosts.live(name)
+
     # Tools and time
 
     def scale(self, size: int, now: float) -> str:
@@ -242,7 +262,7 @@ class Roster:
             least=books.rules.least,
             target=run.target,
             most=books.rules.most,
-            quarantined=books.hosts.quarantined,
+            hosts=books.hosts.sites(),
             members=tuple(
                 Seen(
                     id=seat.id,
@@ -273,6 +293,8 @@ class Roster:
                     books.lose(
                         seat, f"was not heard: its host {name} was silent for {silence_s:g} s", now, host_fault=False
                     )
+                elif seat.host == name and seat.state == "drained" and seat.wanted:
+                    books.turn(seat, "idle", now)  # its end was not told, and will not be
         for seat in books.seats.values():
             watch = books.watch[seat.id]
             if seat.here and watch.paused is not None and now - watch.paused >= silence_s:

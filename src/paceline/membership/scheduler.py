@@ -37,6 +37,8 @@ from paceline.membership.orders import (
     Done,
     DrainHost,
     Ended,
+    EndRun,
+    Fetch,
     Formed,
     Host,
     Leave,
@@ -45,6 +47,7 @@ from paceline.membership.orders import (
     Scale,
     Started,
     ToScheduler,
+    Work,
     decode,
     encode,
 )
@@ -59,16 +62,25 @@ _PORT_LIMIT_S = 10.0  # for the port of the scheduler before to be free
 _SEND_LIMIT_S = 5.0  # after which one who takes nothing is cut off
 _SENDERS = 8
 _OUTBOX = 1000  # orders that wait for one who takes nothing
+_LAST_S = 1.0  # for orders that still go out when we close
 _QUIET_S = 3.0  # after the end, with nobody left
 
 
 class Scheduler:
     """Decides who takes part; lives until closed.
 
-    `journal` is a file's path; where it holds a run, that run goes on.
+    `journal` is a file's path; where it holds a run, that run goes on. `work` is told to agents of other hosts.
     """
 
-    def __init__(self, rules: Rules, token: str, journal: Path | str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        token: str,
+        journal: Path | str,
+        host: str = "127.0.0.1",
+        work: Work | None = None,
+    ) -> None:
+        self._work = work
         self._lock = threading.Lock()  # of the roster, the journal and the lines
         self._lines: dict[int | str, _Line] = {}  # by a member's id or a host's name
         self._open: set[Channel] = set()
@@ -114,6 +126,9 @@ class Scheduler:
         self._closed.set()
         self._listener.close()
         self._ticker.join()
+        deadline = time.monotonic() + _LAST_S
+        while any(line.sending for line in self._lines.copy().values()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # that the run is over must still go out
         with self._lock:
             channels = list(self._open)
         for channel in channels:
@@ -139,6 +154,7 @@ class Scheduler:
     def _meet(self, channel: Channel) -> None:
         """From somebody's first word to its last; in a thread of its own."""
         channel.send_limit_s = _SEND_LIMIT_S
+        channel.notice_silence()
         with self._lock:
             self._open.add(channel)
         if self._closed.is_set():
@@ -165,6 +181,13 @@ class Scheduler:
         elif isinstance(first, Scale):
             channel.send(encode(Done(self._scale(first.size))))
             channel.drain(_HELLO_LIMIT_S)
+        elif isinstance(first, Fetch):
+            if self._work is None:
+                raise ConfigError(
+                    "this run takes no members on other hosts: start it with --listen ADDRESS or --hosts FILE"
+                )
+            channel.send(encode(self._work))
+            channel.drain(_HELLO_LIMIT_S)
         elif isinstance(first, Arrive):
             channel.name, me = f"member {first.id}", first
             try:
@@ -180,13 +203,23 @@ class Scheduler:
                     self._apply(lambda now: self._roster.down(me.id, now))
         elif isinstance(first, Host):
             channel.name, host = f"the agent of {first.name}", first
-            self._apply(lambda now: self._roster.host(host.name, host.slots, host.running, now), host.name, line)
+            line.agent = host.agent
+            self._refuse_twin(host)
+            self._apply(
+                lambda now: self._roster.host(host.name, host.slots, host.running, now, host.agent), host.name, line
+            )
             try:
                 self._hear(host.name, line, self._from_agent)
             finally:
                 self._forget(host.name, line)
         else:
-            raise ConfigError(f"a line begins with Arrive, Host, Look or Scale, not {type(first).__name__}")
+            raise ConfigError(f"a line begins with Arrive, Host, Look, Scale or Fetch, not {type(first).__name__}")
+
+    def _refuse_twin(self, host: Host) -> None:
+        with self._lock:
+            there = self._lines.get(host.name)
+            if there and there.agent != host.agent and self._roster.live(host.name):
+                raise ConfigError(f"host {host.name!r} has an agent already: give this one another --name")
 
     def _hear(self, who: int | str, line: _Line, take: Callable[[int | str, ToScheduler, float], None]) -> None:
         while True:
@@ -226,6 +259,8 @@ class Scheduler:
                 roster.ended(who, message.id, message.code, now)
             case DrainHost():
                 roster.drain_host(who, now)
+            case EndRun():
+                roster.end_run(message.drain, now)
 
     def _scale(self, size: int) -> str:
         with self._lock:
@@ -278,16 +313,17 @@ class _Line:
         self._senders = senders
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
-        self._sending = False
+        self.sending = False
+        self.agent = ""  # which one of its host, where it is an agent's
 
     def put(self, data: bytes) -> None:
         with self._lock:
             self._outbox.append(data)
             if len(self._outbox) > _OUTBOX:
                 self.channel.close()
-            if self._sending:
+            if self.sending:
                 return
-            self._sending = True
+            self.sending = True
         with contextlib.suppress(RuntimeError):  # we are closing
             self._senders.submit(self._send)
 
@@ -295,12 +331,13 @@ class _Line:
         while True:
             with self._lock:
                 if not self._outbox:
-                    self._sending = False
+                    self.sending = False
                     return
                 data = self._outbox.popleft()
             try:
                 self.channel.send(data)
             except (PacelineError, TimedOut):
+                self.sending = False
                 self.channel.close()
                 return
 
@@ -317,6 +354,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     replacements: int = 3
     host: str = "127.0.0.1"  # to listen on
     token: str = ""  # else PACELINE_TOKEN
+    work: Work | None = None  # None: only the launcher's host has members
 
     def rules(self) -> Rules:
         return Rules(
@@ -326,6 +364,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             settings=self.settings,
             silence_s=self.silence_s,
             replacements=self.replacements,
+            open=self.work is not None,
         )
 
 
@@ -334,7 +373,8 @@ def main(arguments: list[str]) -> int:
     try:
         text = Path(arguments[0]).read_text() if arguments else sys.stdin.readline()
         told = msgspec.json.decode(text, type=Parameters)
-        scheduler = Scheduler(told.rules(), told.token or os.environ.get("PACELINE_TOKEN", ""), told.journal, told.host)
+        token = told.token or os.environ.get("PACELINE_TOKEN", "")
+        scheduler = Scheduler(told.rules(), token, told.journal, told.host, told.work)
     except (OSError, msgspec.DecodeError, PacelineError) as error:
         print(f"paceline: the scheduler cannot start: {error}", file=sys.stderr)
         return 2

@@ -30,6 +30,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings = Settings()
     silence_s: float = 3.0  # after which one who is silent, stopped or cut off counts as lost
     replacements: int = 3  # how often the member of one seat is started again
+    open: bool = False  # other hosts may join: without a slot, one is waited for
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.target <= self.most:
@@ -79,6 +80,7 @@ class HostSeen(msgspec.Struct, kw_only=True):
     lost: int = 0
     quarantined: bool = False
     going: bool = False  # it drains
+    agent: str = ""  # which process speaks for it
 
     @property
     def usable(self) -> bool:
@@ -98,6 +100,8 @@ class Run(msgspec.Struct, kw_only=True):
     repeats: int = 0  # views of the same members in a row, none of which was formed
     blames: dict[int, int] = {}  # in these
     readies: int = 0  # counts those who said Ready
+    home: bool = False  # all of the view are to leave, after a step that they agree on
+    stopping: bool = False  # all members are to leave
     over: str | None = None  # why the run has ended; "": it finished
     kind: str = ""  # of the refusal that members get
 

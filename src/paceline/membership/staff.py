@@ -12,6 +12,7 @@ from paceline.membership.books import Books
 from paceline.membership.orders import Drain, Start, Stop
 from paceline.membership.seats import Seat
 
+STOPPED = "the run was stopped"
 _PAST = 8  # processes of a seat that are remembered, so that they are refused
 
 
@@ -118,9 +119,14 @@ class Staff:
     def _give_up(self, now: float) -> None:
         """End the run when too few can ever come."""
         books, rules = self._books, self._books.rules
+        if books.run.stopping:
+            if not any(s.here or s.state == "starting" for s in books.seats.values()):
+                books.end("left", STOPPED)
+            return
         if not self._begun() or any(s.state == "finished" for s in books.seats.values()):
             return
-        waiting = [s for s in books.seats.values() if s.wanted and s.state in ("idle", "lost")]
+        # One that was drained is to be started elsewhere when its process has ended.
+        waiting = [s for s in books.seats.values() if s.wanted and s.state in ("idle", "lost", "drained")]
         zombies = [s for s in books.seats.values() if s.state == "lost" and books.hosts.runs(s.host, s.id)]
         own = sum(books.hosts.runs(s.host, s.id) for s in waiting if s.state == "lost")  # their own slot will be free
         certain = sum((s.here and not s.draining) or s.state == "starting" for s in books.seats.values())
@@ -137,7 +143,9 @@ class Staff:
             self._few_since = now
         silent = [s for s in books.seats.values() if s.state == "lost" and s.member and s.host in books.hosts.seen]
         perhaps = len(waiting) + sum(not s.wanted for s in silent)
-        may_come = any(not books.hosts.live(s.host) for s in silent) or (books.run.number == 0 and waiting)
+        may_come = any(not books.hosts.live(s.host) for s in silent) or (
+            (books.run.number == 0 or rules.open) and waiting
+        )
         if perhaps and may_come and now < self._few_since + rules.settings.join_limit_s:
             return
         if books.run.number == 0 and any(s.here for s in books.seats.values()) and perhaps:

@@ -42,6 +42,7 @@ class Tie:
         self._greet, self._heard, self._on_final = greet, heard, on_final
         self._lock = threading.Lock()  # of sending, and of the channel
         self._channel: Channel | None = None
+        self._down_at: float | None = None
         self._closed = threading.Event()
         channel = self._first(limit_s)
         self._thread = threading.Thread(target=self._keep, args=(channel,), name="paceline-line", daemon=True)
@@ -50,6 +51,12 @@ class Tie:
     @property
     def up(self) -> bool:
         return self._channel is not None
+
+    @property
+    def down_s(self) -> float:
+        """For how long there has been no connection."""
+        at = self._down_at
+        return time.monotonic() - at if at is not None else 0.0
 
     def send(self, data: bytes) -> bool:
         """Whether the connection took it."""
@@ -94,9 +101,10 @@ class Tie:
     def _welcome(self, channel: Channel) -> None:
         channel.name = f"the scheduler at {self._address}"
         channel.send_limit_s = _SEND_LIMIT_S
+        channel.notice_silence()
         with self._lock:  # what others send comes after the first words
             self._greet(channel)
-            self._channel = channel
+            self._channel, self._down_at = channel, None
 
     def _keep(self, channel: Channel | None) -> None:
         try:
@@ -139,7 +147,7 @@ class Tie:
         channel.close()
         with self._lock:
             if self._channel is channel:
-                self._channel = None
+                self._channel, self._down_at = None, time.monotonic()
 
 
 def left(deadline: float) -> float:

@@ -218,6 +218,10 @@ class Hosts:
         self._guard.stdin.write(f"{host} {after_bytes}\n")
         self._guard.stdin.flush()
 
+    def name(self, host: int) -> str:
+        """Of its network namespace, for `ip netns exec`."""
+        return self._spaces[host]
+
     def pids(self, host: int) -> list[int]:
         """Of everything that runs on a host."""
         return [int(pid) for pid in _ip("netns", "pids", self._spaces[host]).split()]

@@ -10,9 +10,9 @@ from pathlib import Path
 from paceline.core import status
 
 _MODULES = {
-    "scheduler": "paceline.membership.scheduler",
-    "agent": "paceline.membership.agent",
-    "server": "paceline.server",
+    "scheduler": [b"paceline.membership.scheduler"],
+    "agent": [b"paceline", b"agent"],
+    "server": [b"paceline.server"],
 }
 
 
@@ -113,7 +113,8 @@ def find(kind: str, token: str) -> list[Process]:
             continue
         with contextlib.suppress(OSError):
             words = Path(entry.path, "cmdline").read_bytes().split(b"\0")
-            if b"-m" not in words or words[words.index(b"-m") + 1] != _MODULES[kind].encode():
+            after = words[words.index(b"-m") + 1 :] if b"-m" in words else []
+            if after[: len(_MODULES[kind])] != _MODULES[kind]:
                 continue
             variables = Path(entry.path, "environ").read_bytes().split(b"\0")
             process = Process.of(int(entry.name))

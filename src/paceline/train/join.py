@@ -36,6 +36,7 @@ from paceline.train.rates import RULES, factor
 from paceline.train.run import Run
 from paceline.train.team import Team
 from paceline.train.tensorboard import tensorboard_sink
+from paceline.transport.address import split_address
 from paceline.transport.group import Group, solo
 from paceline.transport.hub import HubGroup
 from paceline.transport.torch_group import TorchGroup, own_gpu_each
@@ -292,13 +293,11 @@ def _device(wanted: str, place: Place) -> torch.device:
 
 def _address(place: Place) -> str:
     """The address on which the others reach this member: loopback where all share this host."""
+    if place.scheduler:  # which listens on loopback where there are no other hosts
+        return own_address(split_address(place.scheduler)[0])
     if place.local_size == place.size:
         return "127.0.0.1"
-    towards = (
-        (place.scheduler or place.rendezvous).rsplit(":", 1)[0]
-        if place.kind == "paceline"
-        else os.environ["MASTER_ADDR"]
-    )
+    towards = place.rendezvous.rsplit(":", 1)[0] if place.kind == "paceline" else os.environ["MASTER_ADDR"]
     return own_address(towards.strip("[]"))
 
 

@@ -53,6 +53,11 @@ class Wire:
             if self.closed and not self._users:
                 self._sock.close()
 
+    def option(self, level: int, name: int, value: int) -> None:
+        """Set an option of the socket."""
+        with self:
+            self._sock.setsockopt(level, name, value)
+
     def write(self, views: Sequence[memoryview], limit_s: float) -> int:
         """Write some bytes, waiting for room; how many. 0: there was no room within the limit."""
         if self.tls:

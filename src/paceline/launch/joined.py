@@ -1,0 +1,104 @@
+"""A host that joined an elastic run: an agent of its own, which starts members there at the scheduler's orders.
+
+It asks the scheduler what members are made of, beats, and ends when the run is over, when it is told to drain, or when
+it does not reach the scheduler. Members wait for that themselves and say so when they give up, twice `wait_limit_s`
+later at the latest: then the agent ends too. Its members end with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.launch.kit import Kit, spec_of
+from paceline.launch.reach import Reach
+from paceline.membership.agent_line import AgentLine, fetch
+from paceline.membership.crew import Crew
+from paceline.membership.orders import FromAgent, Host, Over
+from paceline.membership.process import Show
+from paceline.membership.watch import Watch
+
+
+class JoinedHost:
+    """This host, as `name` and with room for `slots` members. `run` works in the thread that calls it.
+
+    Args:
+        say: gets what happens here, in a line.
+    """
+
+    def __init__(
+        self,
+        where: Reach,
+        name: str,
+        slots: int,
+        show: Show,
+        *,
+        drain_s: float = 10.0,
+        notice_s: float = 3.0,
+        grace_s: float = 5.0,
+        limit_s: float = 30.0,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._where = where
+        self._say = say
+        work = fetch(where.address, where.token, limit_s)
+        self.slots = min(slots, work.most)
+        self.dir = Path(work.settings.root) / work.settings.name
+        self._limit_s = work.settings.wait_limit_s
+        kit = Kit(spec_of(work), where.token, self.slots)
+        kit.reach(where.address)
+        self._crew = Crew(
+            kit.means(self.dir / "logs"),
+            show,
+            report=self._report,
+            drain_s=drain_s,
+            notice_s=notice_s,
+            grace_s=grace_s,
+        )
+        kit.running = lambda: self._crew.running
+        self._line: AgentLine | None = None
+        self._host = Host(name=name, slots=self.slots)
+        self._join_limit_s = limit_s
+
+    @property
+    def reason(self) -> str:
+        """Why it could not go on; "": the run has finished, or this host was drained."""
+        return self._crew.over or ""
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """SIGTERM: drain; any other: end the members at once; a second time: kill them. From any thread."""
+        self._crew.stop(number)
+
+    def drain(self) -> None:
+        """As SIGTERM; nothing where it stops already."""
+        if not self._crew.stopped_by:
+            self.stop()
+
+    def run(self) -> int:
+        """Until the run is over or this host is; the exit code."""
+        crew = self._crew
+        with (
+            AgentLine(self._where.address, self._where.token, self._host, self._join_limit_s) as line,
+            Watch() as watch,
+        ):
+            self._line = line
+            while not crew.gone:
+                ended = watch.turn()
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        crew.obey(line.orders.get_nowait())
+                crew.turn(watch, ended)
+                if line.down_s > (2 if crew.running else 1) * self._limit_s and crew.over is None:
+                    crew.obey(Over(0, f"the scheduler was not reached for {line.down_s:.1f} s"))
+            while any(process.rank >= 0 for process in watch.processes):  # their last words
+                watch.turn()
+        if crew.over == "":
+            return 0
+        return 128 + crew.stopped_by if crew.stopped_by else 1
+
+    def _report(self, message: FromAgent) -> None:
+        if self._line:
+            self._line.report(message)

@@ -1,0 +1,226 @@
+"""Agents on other hosts, started by the launcher: where a file says that there are hosts, or a program.
+
+Each line is a host's name and its slots; the list is read again every few seconds. On a host that appears an agent is
+started, over ssh unless another way is given; one that vanishes is drained. An agent gets where to go, with the token,
+on its standard input, and drains when that ends: so it also ends when the launcher does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from paceline.core.errors import ConfigError
+from paceline.core.lost import how
+from paceline.launch.reach import Reach
+from paceline.launch.spec import Elastic
+from paceline.membership.process import Show
+from paceline.transport.address import is_loopback
+from paceline.transport.wires import own_address
+
+_LOOK_S = 3.0  # between two readings of the list
+_PROGRAM_LIMIT_S = 30.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0  # before an agent that ended is started again
+_WELL_S = 60.0  # after which it had started well
+_LEAVE_S = 30.0  # for one that drains
+_NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*")
+_MEMBER = re.compile(r"\[ *(\d+)\] (.*)", re.DOTALL)
+
+
+def read(source: str) -> dict[str, int]:
+    """Slots by name, from a file or from what a program prints; ConfigError says what is wrong with it.
+
+    Blank lines and what follows a # do not count; a host without a number has one slot.
+    """
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(f"--hosts {source!r}: there is no such file")
+    if not os.access(path, os.X_OK):
+        return parse(path.read_text(errors="replace"), source)
+    try:
+        done = subprocess.run([path.absolute()], capture_output=True, text=True, timeout=_PROGRAM_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--hosts {source!r}: the program did not end within {_PROGRAM_LIMIT_S:g} s") from None
+    except OSError as error:
+        raise ConfigError(f"--hosts {source!r}: the program cannot be started: {error.strerror}") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        raise ConfigError(f"--hosts {source!r}: the program ended with {how(done.returncode)}: {last}")
+    return parse(done.stdout, source)
+
+
+def parse(text: str, source: str) -> dict[str, int]:
+    """
+    >>> parse("a 4  # the large one\\n\\nb\\n", "hosts.txt")
+    {'a': 4, 'b': 1}
+    """
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = words[1] if len(words) > 1 else "1"
+        if len(words) > 2 or not _NAME.fullmatch(words[0]) or not slots.isdecimal() or not 0 < int(slots) <= 10_000:
+            raise ConfigError(
+                f"{source}:{number}: {line.strip()!r} is not a host's name and its slots, as in 'node7 4'"
+            )
+        if words[0] in found:
+            raise ConfigError(f"{source}:{number}: host {words[0]!r} stands there twice")
+        found[words[0]] = int(slots)
+    return found
+
+
+def reachable(source: str) -> str:
+    """The address of this host on the way to the first of the hosts."""
+    for name in read(source):
+        with contextlib.suppress(ConfigError):
+            address = own_address(name.rpartition("@")[2])
+            if not is_loopback(address):
+                return address
+    raise ConfigError(f"which address of this host do those of {source} reach? give --listen ADDRESS")
+
+
+@dataclass
+class _Post:
+    """One host."""
+
+    slots: int
+    process: subprocess.Popen[bytes] | None = None
+    began: float = 0.0
+    fails: int = 0  # in a row
+    again_at: float = 0.0
+    leaves_by: float | None = None  # its agent was told to drain
+
+
+class Posts:
+    """Keeps an agent on each host of the list, in a thread of its own.
+
+    Args:
+        ending: whether the run is about to end, so that nothing is started any more.
+    """
+
+    def __init__(
+        self, elastic: Elastic, where: Reach, show: Show, say: Callable[[str], None], ending: Callable[[], bool]
+    ) -> None:
+        self._elastic = elastic
+        self._ending = ending
+        self._where = msgspec.json.encode(where) + b"\n"
+        self._show = show
+        self._say = say
+        self._wanted = read(elastic.hosts)
+        self._posts: dict[str, _Post] = {}
+        self._complained = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-posts", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """The run is over; agents that do not end by themselves drain, and are left to do so after a while."""
+        self._closed.set()
+        self._thread.join()
+        for post in self._posts.values():
+            _end_input(post)
+        deadline = time.monotonic() + _LEAVE_S
+        for post in self._posts.values():
+            if post.process:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    post.process.wait(max(0.0, deadline - time.monotonic()))
+                post.process.kill()
+                post.process.wait()
+
+    def _run(self) -> None:
+        looked_at = time.monotonic()
+        while not self._closed.wait(0.1):
+            if self._ending():
+                continue
+            now = time.monotonic()
+            if now - looked_at >= _LOOK_S:
+                self._look()
+                looked_at = now
+            for name, slots in self._wanted.items():
+                self._posts.setdefault(name, _Post(slots))
+            for name, post in list(self._posts.items()):
+                self._turn(name, post, now)
+
+    def _look(self) -> None:
+        try:
+            self._wanted, self._complained = read(self._elastic.hosts), ""
+        except (ConfigError, OSError) as error:  # who is there stays
+            if str(error) != self._complained:
+                self._complained = str(error)
+                self._say(f"warning: {error}; the hosts that are known stay")
+
+    def _turn(self, name: str, post: _Post, now: float) -> None:
+        wanted = self._wanted.get(name) == post.slots
+        if post.process and post.process.poll() is not None:
+            code, post.process = post.process.returncode, None
+            if wanted and post.leaves_by is None:
+                self._wait(name, post, code, now)
+        if post.process is None and (post.leaves_by is not None or not wanted):
+            del self._posts[name]
+        elif post.process is None and now >= post.again_at:
+            self._start(name, post)
+        elif post.process and not wanted and post.leaves_by is None:
+            self._say(f"host {name} is not in {self._elastic.hosts} as before: it is drained")
+            post.leaves_by = now + _LEAVE_S
+            _end_input(post)
+        elif post.process and post.leaves_by is not None and now >= post.leaves_by:
+            post.process.kill()
+
+    def _wait(self, name: str, post: _Post, code: int, now: float) -> None:
+        """Before the agent of a host is started again."""
+        post.fails = 0 if now - post.began > _WELL_S else post.fails
+        wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(post.fails, 5))
+        post.again_at, post.fails = now + wait_s, post.fails + 1
+        if code:  # else the run has finished, and we are about to hear of it
+            self._say(f"the agent of host {name} ended ({how(code)}); it is started again in {wait_s:g} s")
+
+    def _start(self, name: str, post: _Post) -> None:
+        way = [word.replace("{host}", name) for word in shlex.split(self._elastic.start_on)]
+        agent = [sys.executable, "-m", "paceline", "agent", "--join", "-", "--name", name, "--slots", str(post.slots)]
+        pipe = subprocess.PIPE
+        try:
+            post.process = subprocess.Popen(
+                [*way, *map(shlex.quote, agent)],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for the launcher
+            )
+            post.began = time.monotonic()
+        except OSError as error:
+            post.again_at = time.monotonic() + _LONGEST_WAIT_S
+            self._say(f"warning: the agent of host {name} cannot be started: {way[0]}: {error.strerror}")
+            return
+        assert post.process.stdin
+        with contextlib.suppress(OSError):  # it has ended already
+            post.process.stdin.write(self._where)
+            post.process.stdin.flush()
+        threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True).start()
+
+    def _pass_on(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """What an agent prints: its members' lines as those of members, its own with the host's name."""
+        assert process.stdout
+        for data in process.stdout:
+            text = data.decode(errors="replace").rstrip("\r\n")
+            if line := _MEMBER.fullmatch(text):
+                self._show.line(int(line[1]), "out", line[2])
+            elif text:
+                self._say(f"host {name}: {text.removeprefix('paceline: ')}")
+
+
+def _end_input(post: _Post) -> None:
+    if post.process and post.process.stdin:
+        with contextlib.suppress(OSError):
+            post.process.stdin.close()
