@@ -294,7 +294,9 @@ def _ratio(name: str, track: Track, goal: str = "") -> Figure:
     return Figure(name=name, value=track.goodput, ours=f"{step}, {len(track.kills)} kills", goal=goal)
 
 
-def _seconds(name: str, found: list[float], goal: str = "", of: Callable[[list[float]], float] = statistics.median) -> Figure:
+def _seconds(
+    name: str, found: list[float], goal: str = "", of: Callable[[list[float]], float] = statistics.median
+) -> Figure:
     if not found:
         return Figure(name=name, value=float("nan"), ours="nobody survived")
     low, high = middle(found)

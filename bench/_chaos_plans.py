@@ -1,9 +1,9 @@
 """Random plans of faults for bench.chaos, in the words of `FaultPlan`: the same for the same seed.
 
-All-reduce, with members that are started again: kills of any member, of the first and of the scheduler, two at once, one
-after the other (the second while the others form their group again, or a newcomer is healed), kills during a
-checkpoint, and pauses, shorter and longer than the silence after which a member is lost. The servers' strategies
-lose workers for good, so a run of them has as many kills as it can do without, and pauses.
+All-reduce, with members that are started again: kills of any member, of the first and of the scheduler, two at once,
+one after the other (the second while the others form their group again, or a newcomer is healed), kills during a
+checkpoint, and pauses, shorter and longer than the silence after which a member is lost. The servers' strategies lose
+workers for good, so a run of them has as many kills as it can do without, and pauses.
 """
 
 from __future__ import annotations

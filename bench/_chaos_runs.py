@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -183,7 +184,5 @@ def _runs(job: AnyJob) -> bool:
 
 
 def _end(job: AnyJob) -> None:
-    try:
+    with contextlib.suppress(PacelineError):  # told already
         job.wait(30.0)
-    except PacelineError:
-        pass  # told already

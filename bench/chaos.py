@@ -103,9 +103,7 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
     """A run and its plan; the same for the same seed, but for the last run, which has fewer faults."""
     if kind == "allreduce":
         faults, members, gap = min(_PER_RUN, max(4, left)), 3 if quick else 4, 16
-        plan = _chaos_plans.elastic(
-            seed, faults=faults, members=members, first_step=15, gap=gap, silence_s=_SILENCE_S
-        )
+        plan = _chaos_plans.elastic(seed, faults=faults, members=members, first_step=15, gap=gap, silence_s=_SILENCE_S)
         steps = _chaos_plans.last_step(plan) + 3 * gap
         epochs, limit_s = epochs_for(steps, members), 90.0 + 12.0 * faults
         return Setup(

@@ -110,7 +110,8 @@ def test_those_who_came_before_and_after_all_state_was_lost_begin_together(sched
     assert late.line.standing.view is None
     early.prepare()
     together(lambda: early.team.begin(lambda: None), late.begin)
-    assert early.book is not None and late.book is not None
+    assert early.book is not None
+    assert late.book is not None
     assert early.book.word == late.book.word
     assert early.team.commits == late.team.commits == 1
     assert early.team.group.size == 2
