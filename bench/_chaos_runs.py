@@ -163,7 +163,8 @@ def _judge(result: Result, left: dict[int, str]) -> None:
         if not problems:
             problems.append(f"it did not end within {result.setup.limit_s:g} s")
     elif result.outcome.code:
-        problems.append(f"it ended with code {result.outcome.code}")
+        ends = [f"{e.rank}: {e.code}{' asked' * e.asked}{' losable' * e.losable}" for e in result.outcome.ended]
+        problems.append(f"it ended with code {result.outcome.code}; its members: {', '.join(ends)}")
     elif ledger.exists():
         result.found = Ledger.read(ledger).check()
         result.accuracies = [json.loads(f.read_text()) for f in ledger.glob("accuracy-*.json")]

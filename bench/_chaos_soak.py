@@ -1,9 +1,9 @@
 """The soak of bench.chaos: what a surviving member, the launcher and the scheduler have more of with each re-forming.
 
 Members other than the first are killed one after the other, every few seconds, and replaced. The slope is that of a
-line through the samples of the second half of the run, by the number of the view at that time; a run that leaks nothing has
-flat lines. Memory may rise a little while allocators settle, so its goal is in kilobytes, the others' in fractions of
-one.
+line through the samples of the second half of the run, by the number of the view at that time; a run that leaks nothing
+has flat lines. Memory may rise a little while allocators settle, so its goal is in kilobytes, the others' in fractions
+of one.
 """
 
 from __future__ import annotations

@@ -114,6 +114,7 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
             epochs=epochs,
             seed=seed,
             silence_s=_SILENCE_S,
+            standbys=2,
             limit_s=limit_s,
         ), plan
     # Kills as many as the strategy can do without: none, the backups, all but the first.
