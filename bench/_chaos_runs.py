@@ -84,7 +84,7 @@ class Setup:
             checkpoint_keep=self.checkpoint_keep,
         )
         elastic = Elastic(
-            least=self.least,
+            least=self.least or self.members,
             most=self.members,
             replacements=100_000,
             silence_s=self.silence_s,
@@ -162,13 +162,19 @@ def _judge(result: Result, left: dict[int, str]) -> None:
     if result.outcome is None:
         if not problems:
             problems.append(f"it did not end within {result.setup.limit_s:g} s")
-    elif result.outcome.code:
+    elif result.outcome.code and not _after_the_end(result):
         ends = [f"{e.rank}: {e.code}{' asked' * e.asked}{' losable' * e.losable}" for e in result.outcome.ended]
         problems.append(f"it ended with code {result.outcome.code}; its members: {', '.join(ends)}")
     elif ledger.exists():
         result.found = Ledger.read(ledger).check()
         result.accuracies = [json.loads(f.read_text()) for f in ledger.glob("accuracy-*.json")]
     problems += [f"a process outlived the run: {command}" for command in left.values()]
+
+
+def _after_the_end(result: Result) -> bool:
+    """Whether a fault hit one that had trained to the end and was about to exit, whose code is the run's then."""
+    ended = {written.pid for written in Ledger.read(result.setup.dir / "ledger").written if written.end}
+    return any(ended & set(each.pids) for each in result.hit)
 
 
 def _show_where_they_hang(job: AnyJob) -> None:

@@ -337,6 +337,8 @@ class Roster:
             books.turn(seat, "finished", now)
             if all(s.state == "finished" for s in books.seats.values() if s.wanted):
                 books.end("left", "")
+        elif books.run.over == "" and seat.state == "starting":  # it came too late to take part, and was told to stop
+            books.turn(seat, "drained", now)
         elif seat.here or seat.state == "starting":
             books.lose(seat, how, now, ended=True)
         elif seat.state == "lost":
