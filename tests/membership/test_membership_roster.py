@@ -344,6 +344,22 @@ def test_when_all_have_finished_the_run_is_over():
         world.roster.arrive(0, Member(rank=0, host="a", pid=9), 0, world.now)
 
 
+def test_one_that_starts_when_the_run_finishes_is_not_lost():
+    roster = Roster(Rules(least=1, target=2, most=2), now=0.0)
+    roster.host("a", 2, (), 0.0)
+    for id in (0, 1):
+        roster.arrive(id, Member(rank=id, host="a", pid=id + 1), 0, 0.1)
+    roster.formed(0, 1, 0.2)
+    roster.ended("a", 1, -9, 0.3)
+    roster.tick(5.0)
+    assert roster.look(5.0, 5.0).members[1].state == "starting"
+    roster.leave(0, "finished", 5.1)
+    assert roster.over == ""
+    roster.ended("a", 1, -15, 5.2)
+    seen = roster.look(5.3, 5.3).members[1]
+    assert (seen.state, seen.again_at) == ("drained", 0.0)
+
+
 def test_a_restarted_scheduler_makes_no_new_view():
     world = World({"a": 2, "b": 1}, least=1, target=3, most=3)
     formed(world)

@@ -15,7 +15,6 @@ import contextlib
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
@@ -78,7 +77,7 @@ def _become(order: Order) -> None:
             _first_in_path(os.path.dirname(os.path.realpath(order.script)))
             _run(os.path.abspath(order.script))
     except Exception as error:
-        traceback.print_exception(type(error), error, _own(error.__traceback__))
+        sys.excepthook(type(error), error, _own(error.__traceback__))  # by which a run knows that its script failed
         sys.exit(1)
 
 

@@ -67,6 +67,7 @@ class Standing(msgspec.Struct, frozen=True, tag="standing", kw_only=True):
     settings: Settings
     least: int  # with fewer members nobody takes a step
     view: View | None = None
+    begun: bool = False  # there were views before, although all of their members may be lost
 
 
 class NewView(msgspec.Struct, frozen=True, tag="view", kw_only=True):

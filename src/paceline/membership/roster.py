@@ -93,7 +93,8 @@ class Roster:
             run.number = view
             if run.view and not books.reports:
                 books.reports[id], books.broken_at = -1, now
-        books.say(id, Standing(term=run.term, settings=books.rules.settings, least=books.rules.least, view=run.view))
+        rules, begun = books.rules, run.number > 0
+        books.say(id, Standing(term=run.term, settings=rules.settings, least=rules.least, view=run.view, begun=begun))
         if run.view and view < run.number and (view or id in run.ids):
             books.say(id, NewView(term=run.term, view=run.view, planned=run.planned))
         if seat.draining:
@@ -358,6 +359,8 @@ class Roster:
             books.turn(seat, "finished", now)
             if all(s.state == "finished" for s in books.seats.values() if s.wanted):
                 books.end("left", "")
+        elif books.run.over == "" and seat.state == "starting":  # it came too late to take part, and was told to stop
+            books.turn(seat, "drained", now)
         elif seat.here or seat.state == "starting":
             books.lose(seat, how, now, ended=True)
         elif seat.state == "lost":

@@ -115,8 +115,12 @@ class Team:
     # ---- from joining to training
 
     def meet(self) -> None:
-        """Form the first group; where training is under way already, stay outside for now."""
-        if self._line.standing.view is not None:
+        """Form the first group; where training has begun already, stay outside for now.
+
+        Also where all who trained are lost: others who came while they lived prepare alone, and meet before their first
+        batch; who prepares with others could not meet them there.
+        """
+        if self._line.standing.view is not None or self._line.standing.begun:
             self.commits = NEW
             return
         self._form_next(None)
@@ -250,6 +254,11 @@ class Team:
                 if member.id == self._own and member.pid == os.getpid():
                     return heard.view, member
             self._go_if_drained()
+            if self.commits == 0:
+                raise PacelineError(
+                    f"member {self._own} was left out of view {heard.view.number} while it prepared to train with the "
+                    "others, who go on: it ends, to be started again"
+                )
             self._status.set("left out of the view: asking to be taken in again")
             self._line.ready(heard.view.number)
 

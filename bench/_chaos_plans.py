@@ -1,0 +1,74 @@
+"""Random plans of faults for bench.chaos, in the words of `FaultPlan`: the same for the same seed.
+
+All-reduce, with members that are started again: kills of any member, of the first and of the scheduler, two at once,
+one after the other (the second while the others form their group again, or a newcomer is healed), kills during a
+checkpoint, and pauses, shorter and longer than the silence after which a member is lost. The servers' strategies lose
+workers for good, so a run of them has as many kills as it can do without, and pauses.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from paceline.testing.plan import FaultPlan
+
+_SCHEDULER_KILLS = 3  # of one run: one that ends too often within a minute is given up
+_KINDS = {"kill": 8, "first": 2, "scheduler": 2, "two": 3, "chase": 4, "checkpoint": 3, "short": 4, "long": 2}
+
+
+def elastic(seed: int, *, faults: int, members: int, first_step: int, gap: int, silence_s: float) -> FaultPlan:
+    """About `gap` steps between one moment and the next; a moment may have two faults."""
+    dice, plan, step, schedulers = Random(seed), FaultPlan(), first_step, 0
+    while len(plan.faults) < faults:
+        kind = dice.choices(list(_KINDS), list(_KINDS.values()))[0]
+        after_s = round(dice.uniform(0.0, 0.05), 3)
+        one, other = dice.sample(range(members), 2)
+        match kind:
+            case "first":
+                plan = plan.kill(member="first", step=step, after_s=after_s)
+            case "scheduler" if schedulers < _SCHEDULER_KILLS:
+                schedulers += 1
+                plan = plan.kill("scheduler", step=step, after_s=after_s)
+                if dice.random() < 0.5:
+                    plan = plan.kill(member=one, step=step, after_s=after_s)
+            case "two":
+                plan = plan.kill(member=one, step=step, after_s=after_s).kill(member=other, step=step, after_s=after_s)
+            case "chase":
+                later_s = round(after_s + dice.choice((0.1, 0.5, 2.0)) * dice.random(), 3)
+                plan = plan.kill(member=one, step=step, after_s=after_s)
+                plan = plan.kill(member=other, step=step, after_s=later_s)
+            case "checkpoint":
+                who = dice.choice((one, "first"))
+                later_s = round(dice.uniform(0.0, 0.01), 4)
+                plan = plan.kill(member=who, step=step, doing="checkpointing", after_s=later_s)
+            case "short":
+                for_s = round(dice.uniform(0.1, 0.8) * silence_s, 2)
+                plan = plan.pause(member=one, step=step, for_s=for_s, after_s=after_s)
+            case "long":
+                for_s = round(dice.uniform(1.2, 3.5) * silence_s, 2)
+                plan = plan.pause(member=one, step=step, for_s=for_s, after_s=after_s)
+            case _:
+                plan = plan.kill(member=one, step=step, after_s=after_s)
+        step += dice.randrange(gap // 2, gap + gap // 2)
+    return plan
+
+
+def served(seed: int, *, kills: int, pauses: int, workers: int, first_step: int, gap: int) -> FaultPlan:
+    """Kills of workers other than the first, which holds the run together, and pauses of any."""
+    dice, plan, step = Random(seed), FaultPlan(), first_step
+    victims = dice.sample(range(1, workers), kills)
+    order = ["kill"] * kills + ["pause"] * pauses
+    dice.shuffle(order)
+    for kind in order:
+        after_s = round(dice.uniform(0.0, 0.05), 3)
+        if kind == "kill":
+            plan = plan.kill(member=victims.pop(), step=step, after_s=after_s)
+        else:
+            for_s = round(dice.uniform(0.05, 1.0), 2)
+            plan = plan.pause(member=dice.randrange(workers), step=step, for_s=for_s, after_s=after_s)
+        step += dice.randrange(gap // 2, gap + gap // 2)
+    return plan
+
+
+def last_step(plan: FaultPlan) -> int:
+    return max((fault.step or 0 for fault in plan.faults), default=0)

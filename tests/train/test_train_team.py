@@ -1,0 +1,142 @@
+"""Teams over real sockets and a real scheduler: members as threads of this process, each with wires of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint import pack, unpack
+from paceline.core.errors import PacelineError
+from paceline.core.settings import Settings
+from paceline.core.status import Status
+from paceline.membership.agent_line import AgentLine, look
+from paceline.membership.line import Line
+from paceline.membership.orders import Arrive, Host
+from paceline.membership.scheduler import Scheduler
+from paceline.membership.seats import Rules
+from paceline.train.team import Team
+from paceline.transport.group import Group
+from paceline.transport.wires import Wires
+
+TOKEN = "the run's token"
+SILENCE_S = 0.4
+LIMIT_S = 20.0
+
+
+class Book:
+    """A body whose state is a word."""
+
+    def __init__(self, word: str) -> None:
+        self.word, self.saving, self.step = word, False, 0
+
+    def state(self) -> bytes:
+        return pack({"word": self.word})
+
+    def regroup(self, group: Group, state: bytes | None) -> None:
+        if state is not None:
+            self.word = unpack(memoryview(state))["word"]
+
+
+class Someone:
+    """One member."""
+
+    def __init__(self, address: str, id: int, host: str = "here") -> None:
+        self.wires = Wires(TOKEN)
+        arrive = Arrive(id=id, member=self.wires.describe(id, host))
+        self.line = Line(address, TOKEN, arrive, limit_s=LIMIT_S)
+        self.team = Team(self.line, self.wires, id, limit_s=LIMIT_S, status=Status(None))
+        self.id = id
+        self.book: Book | None = None
+        self.error: BaseException | None = None
+
+    def begin(self) -> None:
+        """From joining to the first batch, as a run does it."""
+        self.team.meet()
+        self.prepare()
+        self.team.begin(lambda: None)
+
+    def prepare(self) -> None:
+        self.book = self.team.body = Book(f"of {self.id}")
+        self.team.do(lambda group: group.barrier())  # as parameters are made equal
+
+    def die(self) -> None:
+        """As the end of a process looks to the others."""
+        self.wires.close()
+        self.line.close()
+
+
+def together(*calls: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path):
+    rules = Rules(least=1, target=2, most=2, silence_s=SILENCE_S, settings=Settings(join_limit_s=LIMIT_S))
+    there = Scheduler(rules, TOKEN, tmp_path / "journal.sqlite")
+    yield there
+    there.close()
+
+
+def test_those_who_came_before_and_after_all_state_was_lost_begin_together(scheduler: Scheduler) -> None:
+    """One prepares alone, since training is under way; then all who train are lost, and another one comes."""
+    agent = AgentLine(scheduler.address, TOKEN, Host(name="here", slots=2), LIMIT_S)
+    old = [Someone(scheduler.address, id) for id in range(2)]
+    together(*(one.begin for one in old))
+    agent.ended(1, -9)
+    early = _again(scheduler, 1)
+    early.team.meet()
+    assert early.team.outside
+    agent.ended(0, -9)
+    late = _again(scheduler, 0)
+    assert late.line.standing.view is None
+    early.prepare()
+    together(lambda: early.team.begin(lambda: None), late.begin)
+    assert early.book is not None
+    assert late.book is not None
+    assert early.book.word == late.book.word
+    assert early.team.commits == late.team.commits == 1
+    assert early.team.group.size == 2
+    for one in (*old, early, late):
+        one.die()
+    agent.close()
+
+
+def _again(scheduler: Scheduler, id: int) -> Someone:
+    """The next process of a member, as soon as the scheduler wants it."""
+    deadline = time.monotonic() + LIMIT_S
+    while look(scheduler.address, TOKEN).members[id].state != "starting":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return Someone(scheduler.address, id, "there")  # by host and number a process is known, and the number is ours
+
+
+def test_one_that_is_left_out_while_it_prepares_ends(scheduler: Scheduler) -> None:
+    """The others have prepared without it: it cannot take part in what they do together before their first batch."""
+    one, other = (Someone(scheduler.address, id) for id in range(2))
+    together(one.team.meet, other.team.meet)
+    view = one.team.view
+    assert view is not None
+    one.team._number, one.team._own = 0, 2  # as if that view had been made without it
+    with pytest.raises(PacelineError, match="left out of view 1 while it prepared"):
+        one.team._next_view()
+    one.die()
+    other.die()
