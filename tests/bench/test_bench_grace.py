@@ -17,6 +17,7 @@ from bench._grace_training import Data, Row, prepare, ratios_of
 from paceline.codecs import make_codec
 from paceline.codecs.kernels.random import keys
 from paceline.strategies import AllReduce, World
+from paceline.strategies.buckets import MARKS, PACE
 from paceline.strategies.reducers.frame import is_coarse
 from paceline.testing.together import together
 from paceline.transport.group import Group
@@ -85,7 +86,7 @@ def test_messages_are_as_long_as_those_of_all_reduce(words: str) -> None:
         generator = torch.Generator().manual_seed(rank)
         rows.append(torch.cat([torch.randn(shape, generator=generator).view(-1) for shape in model.SHAPES.values()]))
     form.step(torch.stack(rows) / 2, torch.tensor(1.0), torch.tensor(1))
-    padding, control = sum(-n % 16 for n in model.SIZES), 4 * (4 + len(model.SIZES))
+    padding, control = sum(-n % 16 for n in model.SIZES), 4 * (MARKS + 2 * PACE + len(model.SIZES))
     codec = make_codec(words)
     heads = HEAD_BYTES * (2 if codec.adds_as or codec.varies else 1) + (8 if codec.varies else 0)
     for ours, theirs in zip([nbytes - heads for nbytes in sent], form.lengths.tolist()):
