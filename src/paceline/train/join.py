@@ -152,8 +152,13 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     if wires and not team:
         desk = _desk(place, wires[0], directory, meeting.token, chosen, agreed.strategy)
 
+    ends = [
+        *([desk.close] if desk else []),
+        team.close if team else group.close,
+    ]  # a team's first group may be long gone
+
     def close() -> None:
-        for closer in [*([desk.close] if desk else []), *([team.close] if team else [group.close])]:
+        for closer in ends:
             closer()
         for closer in [*(w.close for w in wires), *closers]:
             closer()
