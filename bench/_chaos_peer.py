@@ -40,7 +40,12 @@ def main() -> None:
 def torchrun(options: argparse.Namespace, file: IO[str]) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    # With init_process_group("gloo") alone no restart ever succeeds (torch 2.13, --standalone): the agent's store still
+    # has the addresses of the first attempt, and whoever comes again dials the dead.
+    master, attempt = (os.environ[name] for name in ("MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT"))
+    store = dist.PrefixStore(f"attempt {attempt}", dist.TCPStore(master, int(os.environ["MASTER_PORT"])))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     rank, saved = dist.get_rank(), options.dir / "checkpoint.pt"
     model = nn.parallel.DistributedDataParallel(_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)

@@ -163,8 +163,11 @@ def _judge(result: Result, left: dict[int, str]) -> None:
         if not problems:
             problems.append(f"it did not end within {result.setup.limit_s:g} s")
     elif result.outcome.code and not _after_the_end(result):
-        ends = [f"{e.rank}: {e.code}{' asked' * e.asked}{' losable' * e.losable}" for e in result.outcome.ended]
-        problems.append(f"it ended with code {result.outcome.code}; its members: {', '.join(ends)}")
+        codes = [f"{e.rank}: {e.code}{' asked' * e.asked}{' losable' * e.losable}" for e in result.outcome.ended]
+        problems.append(f"it ended with code {result.outcome.code}; its members: {', '.join(codes)}")
+    elif "backups" in result.setup.strategy:  # a ledger cannot tell which of a member's steps was in which round
+        ends = {written.end.weights for written in Ledger.read(ledger).written if written.end}
+        problems += ["members ended with different weights"] if len(ends) > 1 else []
     elif ledger.exists():
         result.found = Ledger.read(ledger).check()
         result.accuracies = [json.loads(f.read_text()) for f in ledger.glob("accuracy-*.json")]

@@ -24,7 +24,7 @@ from paceline.testing import processes
 from paceline.testing.ledger import Ledger
 from paceline.testing.plan import FaultPlan
 
-EVERY_S = 4.0  # between kills
+EVERY_S = 2.0  # between the time when all train, and the next kill
 _SAMPLE_S = 1.0
 _KINDS = ("rss_kb", "descriptors", "threads", "sockets")
 _GOALS = {"rss_kb": "<= 20", "descriptors": "<= 0.02", "threads": "<= 0.02", "sockets": "<= 0.02"}
@@ -44,6 +44,7 @@ class Watching:
         self._dice = Random(self.seed)
         self._kill_at = self._sample_at = 0.0
         self._stopped = False
+        self._members: processes.Members | None = None
 
     def __call__(self, job: AnyJob) -> None:
         now = time.monotonic()
@@ -62,12 +63,14 @@ class Watching:
             for scheduler in processes.find("scheduler", job.token)[:1]:
                 self._sample("scheduler", scheduler.pid, now)
             self.samples.setdefault("machine", []).append((now, {"shm": float(len(os.listdir("/dev/shm")))}))
-        if now >= self._kill_at:
-            if self._kill_at:
-                victims = [id for id, pid in enumerate(pids) if id and pid]
-                job.kill(self._dice.choice(victims), 9)
-                self.kills += 1
+        members = self._members = self._members or processes.Members(job.dir)
+        members.look()
+        if sum(members.doing[id] == "training" for id in members.alive) < len(pids):
+            self._kill_at = now + EVERY_S  # not before all train: what is killed on its way makes no view
+        elif now >= self._kill_at:
             self._kill_at = now + EVERY_S
+            job.kill(self._dice.randrange(1, len(pids)), 9)
+            self.kills += 1
 
     def _sample(self, who: str, pid: int, now: float) -> None:
         with contextlib.suppress(OSError):  # it has just ended

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +129,24 @@ def _again(scheduler: Scheduler, id: int) -> Someone:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return Someone(scheduler.address, id, "there")  # by host and number a process is known, and the number is ours
+
+
+def test_a_group_that_broke_is_gone_at_once_with_its_memory(scheduler: Scheduler) -> None:
+    agent = AgentLine(scheduler.address, TOKEN, Host(name="here", slots=2), LIMIT_S)
+    one, other = (Someone(scheduler.address, id) for id in range(2))
+    together(one.begin, other.begin)
+    gc.disable()
+    try:
+        before = weakref.ref(one.team.group)
+        other.die()
+        agent.ended(1, -9)
+        one.team.do(lambda group: group.exchange(b"so far"))
+        assert one.team.group.size == 1
+        assert before() is None
+    finally:
+        gc.enable()
+    one.die()
+    agent.close()
 
 
 def test_one_that_is_left_out_while_it_prepares_ends(scheduler: Scheduler) -> None:

@@ -377,6 +377,8 @@ class Engine:
         """The world has another group. What the pass under way had said is unsaid, its gradients are zeros."""
         if self.coder:
             self.coder.end(self._names.values())
+        for bucket in self._layout.buckets if self._layout else ():
+            bucket.slots = []  # they know their bucket; shared memory is to be freed now, not when cycles are found
         self.busy, self.broken, self._layout, self._bad = False, None, None, ""
         self._arenas = []  # closed with their group
         self._slots = {}

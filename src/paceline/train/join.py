@@ -162,8 +162,10 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     )
     seat()
 
+    end = team.close if team else group.close  # a team's first group may be long gone
+
     def close() -> None:
-        for closer in [*(desk.close for desk in desks), team.close if team else group.close]:
+        for closer in [*(desk.close for desk in desks), end]:
             closer()
         for closer in [*(w.close for w in wires), *closers]:
             closer()

@@ -200,6 +200,7 @@ class Team:
         """The group broke here: form that of the next view, and come level with the others."""
         self._wires.leave()  # others who still wait in it are to notice too
         self._report(error)
+        _let_go(error)
         self._form_next(error)
 
     def leave(self, reason: str) -> None:
@@ -224,6 +225,7 @@ class Team:
                 self._wires.leave()
                 reason = reason or str(again)
                 self._report(again)
+                _let_go(again)
         self._line.formed(view.number, self.body.step if self.body else 0)
         self._status.set(doing)
         before = {m.id for m in old.members} if old else set()
@@ -303,6 +305,15 @@ class Team:
         if self.view and error.rank is not None and error.rank < self.view.size:
             blamed = self.view.members[error.rank].id
         self._line.broken(self._number, blamed, str(error))
+
+
+def _let_go(error: BaseException) -> None:
+    """Forget where an error came from: its frames hold the group that broke, with all of its shared memory, and are
+    held by each other until Python looks for cycles."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__context__
 
 
 def _given(group: Group, source: int, to: list[int], make: Callable[[], bytes]) -> bytes | None:
