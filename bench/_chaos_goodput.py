@@ -9,6 +9,7 @@ for what four hosts would do. All sides have four members, one thread each, and 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -183,7 +184,12 @@ class _Peer:
     def start(self, command: list[str], **env: str) -> subprocess.Popen[bytes]:
         ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", **env}
         process = subprocess.Popen(
-            command, env=os.environ | ours, stdout=self._output, stderr=self._output, start_new_session=True
+            command,
+            env=os.environ | ours,
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL),  # it does not outlive a killed benchmark
         )
         self.processes.append(process)
         return process
