@@ -21,7 +21,7 @@ pytestmark = needs_hosts
 
 
 def test_a_host_dies_and_the_others_go_on(tmp_path: Path) -> None:
-    out, _ = run_with(tmp_path, FaultPlan().kill("host 1", step=10), 2, slots=(1, 1), least=1)
+    out, _ = run_with(tmp_path, FaultPlan().kill("host 1", step=10), 2, slots=(1, 1), least=1, epochs=2)
     assert re.search(r"member 1 was not heard: its host \S+ was silent for 1.5 s", out.output), out.output
 
 

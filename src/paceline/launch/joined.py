@@ -1,8 +1,8 @@
 """A host that joined an elastic run: an agent of its own, which starts members there at the scheduler's orders.
 
 It asks the scheduler what members are made of, beats, and ends when the run is over, when it is told to drain, or when
-it does not reach the scheduler. Members wait for that themselves and say so when they give up, twice `wait_limit_s`
-later at the latest: then the agent ends too. Its members end with it, however it ends.
+it does not reach the scheduler. Members wait for that themselves, and say so when they give up: in a collective for
+`wait_limit_s`, then as long for a view. Then the agent ends too. Its members end with it, however it ends.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from paceline.membership.crew import Crew
 from paceline.membership.orders import FromAgent, Host, Over
 from paceline.membership.process import Show
 from paceline.membership.watch import Watch
+
+_SLACK_S = 15.0  # for members to find out whom they cannot reach
 
 
 class JoinedHost:
@@ -91,7 +93,8 @@ class JoinedHost:
                     while True:
                         crew.obey(line.orders.get_nowait())
                 crew.turn(watch, ended)
-                if line.down_s > (2 if crew.running else 1) * self._limit_s and crew.over is None:
+                limit_s = 2 * self._limit_s + _SLACK_S if crew.running else self._limit_s
+                if line.down_s > limit_s and crew.over is None:
                     crew.obey(Over(0, f"the scheduler was not reached for {line.down_s:.1f} s"))
             while any(process.rank >= 0 for process in watch.processes):  # their last words
                 watch.turn()
