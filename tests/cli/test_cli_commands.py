@@ -78,7 +78,8 @@ def test_flags_become_settings():
     flags.add_settings(parser)
     text = (
         "--strategy async --servers 3 --codec sign --name a --root r --fresh --seed 1 --device cuda:1 --transport gloo "
-        "--progress off --checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite"
+        "--progress off --checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite "
+        "--lr-rule sqrt"
     )
     args = shlex.split(text)
     settings = flags.settings_of(parser.parse_args(args))
@@ -99,6 +100,7 @@ def test_flags_become_settings():
         checkpoint_keep=0,
         join_limit_s=1.5,
         wait_limit_s=2,
+        lr_rule="sqrt",
         check_finite=True,
     )
     assert flags.settings_of(parser.parse_args([])) == Settings()
