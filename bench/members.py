@@ -42,7 +42,7 @@ def main() -> None:
         report.add(Figure(name=f"scheduler_cpu_{count}", value=cpu, ours=f"{cpu * 100:.1f} % of a core"))
         report.add(Figure(name=f"scheduler_rss_mb_{count}", value=rss_mb, ours=f"{rss_mb:.0f} MB"))
         report.add(Figure(name=f"join_s_{count}", value=join_s, ours=f"{short(join_s)} s"))
-    report.add(Figure(name="false_suspicions", value=suspicions, ours=str(suspicions), goal="<= 0"))
+    report.add(Figure(name="false_suspicions", value=float(suspicions), ours=str(suspicions), goal="<= 0"))
     report.note("join_s is of all members at once; the processes that hold them share the machine with the scheduler")
     report.finish(options.json)
 
