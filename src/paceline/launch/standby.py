@@ -77,7 +77,8 @@ def _become(order: Order) -> None:
             _first_in_path(os.path.dirname(os.path.realpath(order.script)))
             _run(os.path.abspath(order.script))
     except Exception as error:
-        sys.excepthook(type(error), error, _own(error.__traceback__))  # by which a run knows that its script failed
+        error.__traceback__ = _own(error.__traceback__)  # which Python's own hook prints, whatever it is given
+        sys.excepthook(type(error), error, error.__traceback__)  # by which a run knows that its script failed
         sys.exit(1)
 
 
