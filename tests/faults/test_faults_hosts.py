@@ -20,6 +20,7 @@ needs_relay = pytest.mark.skipif(bool(Hosts.missing(delay=True)), reason=Hosts.m
 pytestmark = needs_hosts
 
 
+@pytest.mark.slow
 def test_a_host_dies_and_the_others_go_on(tmp_path: Path) -> None:
     out, _ = run_with(tmp_path, FaultPlan().kill("host 1", step=10), 2, slots=(1, 1), least=1, epochs=2)
     assert re.search(r"member 1 was not heard: its host \S+ was silent for 1.5 s", out.output), out.output
