@@ -16,7 +16,6 @@ import queue
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +30,7 @@ from paceline.core.settings import Settings
 from paceline.environment import this_host
 from paceline.environment.paceline import VARIABLES
 from paceline.launch import reach, record
+from paceline.launch.background import Background
 from paceline.launch.keeper import Keeper
 from paceline.launch.kit import Kit, work_of
 from paceline.launch.plan import told
@@ -47,7 +47,6 @@ from paceline.membership.watch import Watch
 
 DRAIN_S = 10.0  # that members have to leave after SIGTERM
 _PARAMETERS = "scheduler-parameters.json"
-_LOOK_S = 0.2
 _IDLE_S = 60.0  # without a member: the scheduler should have started one, or ended the run
 
 
@@ -94,11 +93,7 @@ class ElasticJob:
             on_lost=self._lost,
         )
         self._kit.running = lambda: self._crew.running
-        self._outcome: Outcome | None = None
-        self._error: BaseException | None = None
-        # A daemon: when this process ends, the members end with the thread that started them.
-        self._thread = threading.Thread(target=self._run, name="paceline-agent", daemon=True)
-        self._thread.start()
+        self._background = Background(self._run)
 
     @property
     def dir(self) -> Path:
@@ -124,17 +119,11 @@ class ElasticJob:
         return {id: self.dir / "logs" / f"rank-{id}.log" for id in range(self._spec.size)}
 
     def poll(self) -> int | None:
-        return None if self._thread.is_alive() else self._result().code
+        outcome = self._background.poll()
+        return outcome.code if outcome else None
 
     def wait(self, limit_s: float) -> Outcome | None:
-        deadline = time.monotonic() + limit_s
-        while self._thread.is_alive():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            # In pieces, so that a signal's handler runs soon on the main thread.
-            self._thread.join(min(left, _LOOK_S))
-        return self._result()
+        return self._background.wait(limit_s)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         if self._line and self._elastic.listen:
@@ -148,22 +137,15 @@ class ElasticJob:
     def resize(self) -> None:
         self._crew.resize()
 
-    def _result(self) -> Outcome:
-        if self._error is not None:
-            raise self._error
-        assert self._outcome is not None
-        return self._outcome
-
     # ---- in the job's thread
 
-    def _run(self) -> None:
+    def _run(self) -> Outcome:
         code = 1
         with self._record:
             try:
-                self._outcome = self._work()
-                code = self._outcome.code
-            except BaseException as error:  # raised where the job is waited for
-                self._error = error
+                outcome = self._work()
+                code = outcome.code
+                return outcome
             finally:
                 reach.remove(self.dir)
                 (self.dir / _PARAMETERS).unlink(missing_ok=True)

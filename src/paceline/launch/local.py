@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from paceline.core import lost
 from paceline.core.settings import Settings
 from paceline.launch import record, servers
+from paceline.launch.background import Background
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.plan import plan, told
 from paceline.launch.resuming import Resuming
@@ -20,8 +20,6 @@ from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Agent, Outcome
 from paceline.membership.process import Show
 from paceline.membership.rendezvous import Rendezvous
-
-_LOOK_S = 0.2
 
 
 class Local:
@@ -79,11 +77,7 @@ class LocalJob:
         self._size = size
         self._begin()
         self._pids: list[int] = []
-        self._outcome: Outcome | None = None
-        self._error: BaseException | None = None
-        # A daemon: when this process ends, the members end with the thread that started them.
-        self._thread = threading.Thread(target=self._run, name="paceline-agent", daemon=True)
-        self._thread.start()
+        self._background = Background(self._run)
 
     @property
     def dir(self) -> Path:
@@ -103,17 +97,11 @@ class LocalJob:
         return {rank: self.dir / "logs" / f"rank-{rank}.log" for rank in range(self._size)}
 
     def poll(self) -> int | None:
-        return None if self._thread.is_alive() else self._result().code
+        outcome = self._background.poll()
+        return outcome.code if outcome else None
 
     def wait(self, limit_s: float) -> Outcome | None:
-        deadline = time.monotonic() + limit_s
-        while self._thread.is_alive():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            # In pieces, so that a signal's handler runs soon on the main thread.
-            self._thread.join(min(left, _LOOK_S))
-        return self._result()
+        return self._background.wait(limit_s)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         self._stopped_by = self._stopped_by or number
@@ -126,28 +114,21 @@ class LocalJob:
     def resize(self) -> None:
         self._agent.resize()
 
-    def _result(self) -> Outcome:
-        if self._error is not None:
-            raise self._error
-        assert self._outcome is not None
-        return self._outcome
-
-    def _run(self) -> None:
+    def _run(self) -> Outcome:
         code = 1
         with self._record:
             try:
-                self._outcome = self._agent.run()
-                while not self._stopped_by and (line := self._resuming.after(self._outcome)):
+                outcome = self._agent.run()
+                while not self._stopped_by and (line := self._resuming.after(outcome)):
                     self._say(line)
                     self._rendezvous.close()
                     self.settings = self.settings.with_(fresh=False).pin("fresh")  # or there were nothing to resume
                     self._begin()
                     if self._stopped_by:  # while the agent was another one
                         self._agent.stop(self._stopped_by)
-                    self._outcome = self._agent.run()
-                code = self._outcome.code
-            except BaseException as error:  # raised where the job is waited for
-                self._error = error
+                    outcome = self._agent.run()
+                code = outcome.code
+                return outcome
             finally:
                 self._rendezvous.close()
                 self._record.finish(code)
