@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.events import Events
 from paceline.core.settings import Settings
 from paceline.core.status import Status
-from paceline.data import Loader
+from paceline.data import ByFile, Loader
 from paceline.data.sampler import Deal
 from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
@@ -172,6 +172,12 @@ class Run:
         `batch_size` is per member. For the options see `paceline.data.Loader`.
         """
         _refuse_given("run.loader", options)
+        if self._team and (isinstance(options.get("partition"), ByFile) or isinstance(dataset, Uploads)):
+            what = "uploads" if isinstance(dataset, Uploads) else "files that members open for themselves (ByFile)"
+            raise ConfigError(
+                f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
+                "give a dataset with a length, or a stream"
+            )
         loader = Loader(
             dataset,
             batch_size=batch_size,
