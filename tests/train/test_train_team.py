@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint import pack, unpack
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Interrupted, PacelineError
 from paceline.core.settings import Settings
 from paceline.core.status import Status
 from paceline.membership.agent_line import AgentLine, look
@@ -147,6 +147,84 @@ def test_a_group_that_broke_is_gone_at_once_with_its_memory(scheduler: Scheduler
         gc.enable()
     one.die()
     agent.close()
+
+
+def broken(one: Someone) -> None:
+    one.team.mend(Interrupted("its connections broke"))
+
+
+@pytest.fixture
+def three(tmp_path: Path):
+    """Two who have begun and one more, which is lost: the others have to form their group again."""
+    rules = Rules(least=1, target=3, most=3, silence_s=SILENCE_S, settings=Settings(join_limit_s=LIMIT_S))
+    there = Scheduler(rules, TOKEN, tmp_path / "journal.sqlite")
+    agent = AgentLine(there.address, TOKEN, Host(name="here", slots=3), LIMIT_S)
+    members = [Someone(there.address, id) for id in range(3)]
+    together(*(one.begin for one in members))
+    yield members, agent
+    for one in members:
+        one.die()
+    agent.close()
+    there.close()
+
+
+def lose(members: list[Someone], agent: AgentLine) -> None:
+    members[2].die()
+    agent.ended(2, -9)
+
+
+def test_who_has_committed_a_step_less_gets_the_state_of_one_who_has(three: tuple[list[Someone], AgentLine]) -> None:
+    members, agent = three
+    ahead, behind, _ = members
+    assert ahead.book
+    assert behind.book
+    ahead.book.word = "after step 2"
+    ahead.team.commits += 1
+    lose(members, agent)
+    together(lambda: broken(ahead), lambda: broken(behind))
+    assert behind.book.word == "after step 2"
+    assert behind.team.commits == ahead.team.commits == 2
+
+
+def test_who_missed_the_end_of_an_operation_gets_its_result(three: tuple[list[Someone], AgentLine]) -> None:
+    members, agent = three
+    ahead, behind, _ = members
+    ahead.team.operations += 1
+    ahead.team._result = {"accuracy": 0.5}
+    lose(members, agent)
+    results: list[object] = []
+
+    def ask() -> None:
+        results.append(behind.team.do(lambda group: group.exchange(b"never")))  # breaks, since the third is gone
+
+    together(lambda: broken(ahead), ask)
+    assert results == [{"accuracy": 0.5}]
+
+
+def test_who_has_begun_a_turn_less_takes_one_for_nothing(three: tuple[list[Someone], AgentLine]) -> None:
+    members, agent = three
+    ahead, behind, _ = members
+    for one, turns in ((ahead, 5), (behind, 4)):
+        for _ in range(turns):
+            assert one.team.turn()
+    lose(members, agent)
+    together(lambda: broken(ahead), lambda: broken(behind))
+    assert not behind.team.turn()
+    assert ahead.team.turn()
+    assert behind.team.turn()
+    assert ahead.team.turns == behind.team.turns == 6
+
+
+def test_a_checkpoint_that_was_due_is_due_for_all(three: tuple[list[Someone], AgentLine]) -> None:
+    members, agent = three
+    ahead, behind, _ = members
+    assert ahead.book
+    assert behind.book
+    ahead.team.commits += 1
+    ahead.book.saving = True
+    lose(members, agent)
+    together(lambda: broken(ahead), lambda: broken(behind))
+    assert behind.book.saving
 
 
 def test_one_that_is_left_out_while_it_prepares_ends(scheduler: Scheduler) -> None:
