@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from _elastic import Kept
+from _carried import Kept, Result, carry_out
 
 from paceline.core.settings import Settings
 from paceline.launch.local import Local
 from paceline.launch.spec import JobSpec
-from paceline.membership.agent import Outcome
-from paceline.testing.cluster import leftovers
-from paceline.testing.faults import Faults, Injected
-from paceline.testing.ledger import Findings, Ledger
 from paceline.testing.plan import FaultPlan
 
 LIMIT_S = 120.0
-
-
-@dataclass
-class Result:
-    outcome: Outcome
-    found: Findings
-    output: str
-    dir: Path
-    injected: list[Injected] = field(default_factory=list)
 
 
 def run_with(
@@ -55,17 +41,4 @@ def run_with(
         ),
         threads=1,
     )
-    job = Local(kept, say=kept.say).start(spec)
-    try:
-        with Faults(plan or FaultPlan(), job) as faults:
-            outcome = job.wait(LIMIT_S)
-            assert outcome is not None, f"it hangs:\n{kept.text}"
-        injected, pending = list(faults.injected), list(faults.pending)
-    finally:
-        for _ in range(2):
-            if job.poll() is None:
-                job.stop()
-        job.wait(30.0)
-    assert not pending, f"not every fault happened: {pending}\n{kept.text}"
-    assert not leftovers(job.token)
-    return Result(outcome, Ledger.read(ledger).check(), kept.text, job.dir, injected)
+    return carry_out(plan or FaultPlan(), Local(kept, say=kept.say).start(spec), kept, ledger, LIMIT_S)

@@ -5,25 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from _elastic import Result, run_with
+from _elastic import run_with
 
+from paceline.testing.clocks import Clocks
+from paceline.testing.disk import SmallDisk
 from paceline.testing.plan import FaultPlan
-
-
-def clean(result: Result) -> None:
-    assert result.outcome.code == 0, result.output
-    assert result.found.clean, f"{result.found}\n{result.output}"
 
 
 def test_a_killed_member_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
     result = run_with(tmp_path, FaultPlan().kill(member=2, step=7))
-    clean(result)
+    result.must_be_clean()
     assert "member 2 is gone, 2 members go on" in result.output
 
 
 def test_the_first_member_is_killed_and_another_one_leads(tmp_path: Path) -> None:
     result = run_with(tmp_path, FaultPlan().kill(member=0, step=9))
-    clean(result)
+    result.must_be_clean()
     assert (result.dir / "summary.json").exists()
 
 
@@ -43,4 +40,25 @@ def test_the_first_member_is_killed_and_another_one_leads(tmp_path: Path) -> Non
     ids=str,
 )
 def test_faults(tmp_path: Path, plan: FaultPlan) -> None:
-    clean(run_with(tmp_path, plan, epochs=6))
+    run_with(tmp_path, plan, epochs=6).must_be_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(SmallDisk.missing()), reason=SmallDisk.missing())
+def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
+    with SmallDisk(32 << 20) as disk:
+        plan = FaultPlan().fill_disk(step=6, for_s=1.0).kill(member=2, step=20)
+        result = run_with(tmp_path, plan, epochs=6, root=disk.dir, means={"disk": disk})
+    result.must_be_clean()
+    assert "No space left on device" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_s", [-3600.0, 86400.0])
+def test_clocks_that_jump_make_nobody_suspect(tmp_path: Path, by_s: float) -> None:
+    with Clocks() as clocks:
+        plan = FaultPlan().jump_clock(by_s, step=6).kill(member=1, step=20)
+        result = run_with(tmp_path, plan, epochs=6, env=clocks.env, means={"clocks": clocks})
+    result.must_be_clean()
+    assert "member 0 is gone" not in result.output
+    assert "member 2 is gone" not in result.output
