@@ -44,6 +44,20 @@ def test_faults(tmp_path: Path, plan: FaultPlan) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        FaultPlan().kill(member=1, step=5).kill(member=1, doing="healing"),
+        FaultPlan().kill(member=1, step=5).pause(member=1, doing="healing", for_s=4.0),
+        FaultPlan().kill(member=1, step=5).kill("scheduler", doing="healing").kill(member=0, doing="healing"),
+    ],
+    ids=str,
+)
+def test_faults_while_a_newcomer_gets_the_state(tmp_path: Path, plan: FaultPlan) -> None:
+    run_with(tmp_path, plan, epochs=6, args=("--frozen-mb", "48"), checkpoint_every_s=60.0).must_be_clean()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(bool(SmallDisk.missing()), reason=SmallDisk.missing())
 def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
     with SmallDisk(32 << 20) as disk:

@@ -8,10 +8,12 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+import torch
 
-from paceline.checkpoint import pack, unpack
+from paceline.checkpoint import Coming, Lent, Pipe, pack, unpack
 from paceline.core.errors import Interrupted, PacelineError
 from paceline.core.settings import Settings
 from paceline.core.status import Status
@@ -20,27 +22,57 @@ from paceline.membership.line import Line
 from paceline.membership.orders import Arrive, Host
 from paceline.membership.scheduler import Scheduler
 from paceline.membership.seats import Rules
-from paceline.train.team import Team
+from paceline.train.team import NEW, Healing, Team
 from paceline.transport.group import Group
 from paceline.transport.wires import Wires
 
 TOKEN = "the run's token"
 SILENCE_S = 0.4
 LIMIT_S = 20.0
+Three: TypeAlias = "tuple[list[Someone], AgentLine, Scheduler]"
 
 
 class Book:
-    """A body whose state is a word."""
+    """A body whose state is a word; it is on its way until `arrive`."""
 
     def __init__(self, word: str) -> None:
-        self.word, self.saving, self.step = word, False, 0
+        self.word, self.saving, self.step, self.busy = word, False, 0, False
+        self.healing: Healing | None = None
+        self.coming: Coming | None = None
+        self.stepped = False
+
+    @property
+    def waits(self) -> bool:
+        return self.coming is not None
+
+    @property
+    def healed(self) -> Healing | None:
+        return self.healing if self.stepped else None
 
     def state(self) -> bytes:
         return pack({"word": self.word})
 
-    def regroup(self, group: Group, state: bytes | None) -> None:
-        if state is not None:
+    def lend(self, pipes: list[Pipe]) -> bytes:
+        letters = torch.tensor(list(self.word.encode()), dtype=torch.uint8)
+        return pack({"late": Lent({"word": letters}, pipes).head})
+
+    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None) -> None:
+        self.healing, self.coming, self.stepped = healing, None, False
+        if state is not None and healing:
+            assert healing.pipe is not None
+            self.coming = Coming(unpack(memoryview(state))["late"], healing.pipe, LIMIT_S)
+        elif state is not None:
             self.word = unpack(memoryview(state))["word"]
+
+    def arrive(self) -> None:
+        if self.coming:
+            self.word, self.coming = bytes(self.coming.wait()["word"].tolist()).decode(), None
+
+    def digest(self) -> bytes:
+        return self.word.encode()
+
+    def settled(self) -> None:
+        self.healing = None
 
 
 class Someone:
@@ -161,7 +193,7 @@ def three(tmp_path: Path):
     agent = AgentLine(there.address, TOKEN, Host(name="here", slots=3), LIMIT_S)
     members = [Someone(there.address, id) for id in range(3)]
     together(*(one.begin for one in members))
-    yield members, agent
+    yield members, agent, there
     for one in members:
         one.die()
     agent.close()
@@ -173,9 +205,9 @@ def lose(members: list[Someone], agent: AgentLine) -> None:
     agent.ended(2, -9)
 
 
-def test_who_has_committed_a_step_less_gets_the_state_of_one_who_has(three: tuple[list[Someone], AgentLine]) -> None:
-    members, agent = three
-    ahead, behind, _ = members
+def test_who_has_committed_a_step_less_gets_the_state_of_one_who_has(three: Three) -> None:
+    members, agent, _ = three
+    ahead, behind = members[:2]
     assert ahead.book
     assert behind.book
     ahead.book.word = "after step 2"
@@ -186,9 +218,9 @@ def test_who_has_committed_a_step_less_gets_the_state_of_one_who_has(three: tupl
     assert behind.team.commits == ahead.team.commits == 2
 
 
-def test_who_missed_the_end_of_an_operation_gets_its_result(three: tuple[list[Someone], AgentLine]) -> None:
-    members, agent = three
-    ahead, behind, _ = members
+def test_who_missed_the_end_of_an_operation_gets_its_result(three: Three) -> None:
+    members, agent, _ = three
+    ahead, behind = members[:2]
     ahead.team.operations += 1
     ahead.team._result = {"accuracy": 0.5}
     lose(members, agent)
@@ -201,9 +233,9 @@ def test_who_missed_the_end_of_an_operation_gets_its_result(three: tuple[list[So
     assert results == [{"accuracy": 0.5}]
 
 
-def test_who_has_begun_a_turn_less_takes_one_for_nothing(three: tuple[list[Someone], AgentLine]) -> None:
-    members, agent = three
-    ahead, behind, _ = members
+def test_who_has_begun_a_turn_less_takes_one_for_nothing(three: Three) -> None:
+    members, agent, _ = three
+    ahead, behind = members[:2]
     for one, turns in ((ahead, 5), (behind, 4)):
         for _ in range(turns):
             assert one.team.turn()
@@ -215,9 +247,9 @@ def test_who_has_begun_a_turn_less_takes_one_for_nothing(three: tuple[list[Someo
     assert ahead.team.turns == behind.team.turns == 6
 
 
-def test_a_checkpoint_that_was_due_is_due_for_all(three: tuple[list[Someone], AgentLine]) -> None:
-    members, agent = three
-    ahead, behind, _ = members
+def test_a_checkpoint_that_was_due_is_due_for_all(three: Three) -> None:
+    members, agent, _ = three
+    ahead, behind = members[:2]
     assert ahead.book
     assert behind.book
     ahead.team.commits += 1
@@ -238,3 +270,85 @@ def test_one_that_is_left_out_while_it_prepares_ends(scheduler: Scheduler) -> No
         one.team._next_view()
     one.die()
     other.die()
+
+
+def bring_back(members: list[Someone], agent: AgentLine, scheduler: Scheduler, *, busy: bool = False) -> Someone:
+    """The third is lost, another one comes in its place and is taken in between two steps."""
+    lose(members, agent)
+    together(*(lambda one=one: broken(one) for one in members[:2]))
+    newcomer = _again(scheduler, 2)
+    newcomer.team.meet()
+    newcomer.prepare()
+    for one in members[:2]:
+        assert one.book
+        one.book.word, one.book.busy = "after step 2", busy
+
+    def called(one: Someone) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not one.team.called:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        one.team.between(moving=True)
+
+    together(*(lambda one=one: called(one) for one in members[:2]), lambda: newcomer.team.begin(lambda: None))
+    members.append(newcomer)
+    return newcomer
+
+
+def test_a_newcomer_is_in_the_group_before_its_state_is_there(three: Three) -> None:
+    members, agent, scheduler = three
+    newcomer = bring_back(members, agent, scheduler)
+    book = newcomer.book
+    assert book
+    assert book.waits
+    assert book.healing
+    assert book.healing.idle == (2,)
+    assert members[0].book
+    assert members[0].book.healing == Healing(0, (2,))
+    trained = [one.team for one in members if one.id != 2] + [newcomer.team]
+    together(*(lambda team=team: team.do(lambda group: group.barrier()) for team in trained))  # for which it waits
+    assert not book.waits
+    assert book.word == "after step 2"
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_after_their_first_step_newcomers_must_be_equal_or_get_the_state_again(three: Three, spoilt: bool) -> None:
+    members, agent, scheduler = three
+    newcomer = bring_back(members, agent, scheduler)
+    here = [members[0], members[1], newcomer]
+    for one in here:
+        assert one.book
+        one.book.arrive()
+        one.book.stepped = True
+        one.team.commits += 1
+    assert newcomer.book
+    if spoilt:
+        newcomer.book.word = "something else"
+    equal: list[bool] = []
+    together(*(lambda one=one: equal.append(one.team.settle()) for one in here))
+    assert equal == [not spoilt] * 3
+    assert newcomer.book.word == "after step 2"
+    assert newcomer.book.healing is None
+    assert [one.team.commits for one in here] == [2, 2, 2]
+
+
+def test_one_whose_state_was_on_its_way_when_the_group_broke_is_still_new(three: Three) -> None:
+    members, agent, scheduler = three
+    newcomer = bring_back(members, agent, scheduler)
+    assert newcomer.book
+    newcomer.book.busy = True  # in its first turn
+    assert newcomer.book.waits
+    members[0].die()
+    agent.ended(0, -9)
+    together(lambda: broken(members[1]), lambda: broken(newcomer))
+    assert newcomer.book.word == "after step 2"
+    assert not newcomer.book.waits
+    assert newcomer.team.commits == members[1].team.commits != NEW
+
+
+def test_members_in_the_middle_of_a_turn_wait_for_the_state_to_be_sent(three: Three) -> None:
+    members, agent, scheduler = three
+    newcomer = bring_back(members, agent, scheduler, busy=True)
+    assert newcomer.book
+    assert newcomer.book.word == "after step 2"
+    assert newcomer.book.healing is None

@@ -6,15 +6,20 @@ Read files.py first, then part.py and tree.py.
 
 from paceline.checkpoint.files import CheckpointFailed, Checkpoints, Written
 from paceline.checkpoint.part import Snapshot, pack, unpack
+from paceline.checkpoint.peers import Coming, Lent, Pipe, digest
 from paceline.checkpoint.random import random_states, set_random_states
 from paceline.checkpoint.shelf import Loaded
 
 __all__ = [
     "CheckpointFailed",
     "Checkpoints",
+    "Coming",
+    "Lent",
     "Loaded",
+    "Pipe",
     "Snapshot",
     "Written",
+    "digest",
     "pack",
     "random_states",
     "set_random_states",

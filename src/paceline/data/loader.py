@@ -142,6 +142,7 @@ class Loader:
         self._coming: int | None = None  # the epoch of the next iteration, while one of an earlier epoch goes on
         self._live: weakref.WeakSet[Batches] = weakref.WeakSet()
         self._agree = agree
+        self._idle = False  # what it hands out counts for nothing
         self._marked = _Mark(None, 0, 0, 0)
         self._out = False
         if workers and self.source.in_memory:
@@ -247,8 +248,12 @@ class Loader:
         self.set_epoch(state["epoch"])
         self._earlier, self._goes_on = None, state.get("goes_on", False)
 
-    def go_on(self, state: dict[str, Any], rank: int, size: int) -> None:
-        """Go on from a state as another one of so many members; so does the loop that is under way."""
+    def go_on(self, state: dict[str, Any], rank: int, size: int, *, idle: bool = False) -> None:
+        """Go on from a state as another one of so many members; so does the loop that is under way.
+
+        `idle`: beside the one that has this rank, and to be handed the same batches, which count for nothing here.
+        """
+        self._idle = idle
         live = [batches for batches in self._live if batches.feed is self._feed and not batches.over]
         self.terms = dataclasses.replace(self.terms, rank=rank, size=size)
         self.source = source_of(self.dataset, self.terms, self._agree)
@@ -296,7 +301,7 @@ class Loader:
 
     def handed_out(self, feed: Feed, real: int) -> None:
         """Called by an iteration for each batch, in the consumer's thread."""
-        self.last_real = real
+        self.last_real = real = 0 if self._idle else real
         self._out = True
         if feed is self._feed:
             self._begun = True

@@ -26,16 +26,26 @@ class Tally:
         self.drawn = 0.0
         self.nominal = 0.0
         self.weight = 1.0  # of the batch drawn last
+        self.idle = False  # this member takes part, but nothing of what it draws counts
         self.listeners: list[Callable[[float], None]] = []  # told when it changes
         self.passed_over = False  # a batch that was not full was drawn under torch.no_grad(), where none is counted
         self._since: set[float] = set()  # weights of the batches drawn since the last backward pass
         self._doubted: set[str] = set()
 
     def add(self, drawn: int, nominal: int) -> None:
+        drawn = 0 if self.idle else drawn
         self.drawn += drawn
         self.nominal += nominal
-        weight = drawn / nominal
-        self._since.add(weight)
+        self._since.add(drawn / nominal)
+        self._weigh(drawn / nominal)
+
+    def rest(self, idle: bool) -> None:
+        """From now on nothing counts that this member draws, or again all."""
+        self.idle = idle
+        self._since.clear()
+        self._weigh(0.0 if idle else 1.0)
+
+    def _weigh(self, weight: float) -> None:
         if weight != self.weight:
             self.weight = weight
             for listener in self.listeners:

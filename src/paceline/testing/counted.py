@@ -65,11 +65,13 @@ class Book:
     def step(self, optimizer: torch.optim.Optimizer, numbers: Tensor) -> bool:
         """Take a step with a batch of these samples; write it down if it was committed. Whether it was.
 
-        A member that was given the others' state meanwhile, and stands several steps further on, claims nothing.
+        A member that was given the others' state meanwhile, and stands several steps further on, claims nothing; nor
+        does a newcomer whose weights are still on their way.
         """
+        healing = self._run.healing
         epoch, before, seen = self._run_epoch, self._committed, self._model.seen.detach().clone()
         optimizer.step()
-        if self._committed != before + 1:
+        if healing or self._committed != before + 1:
             return False
         given = tuple(numbers.tolist()) if self._loader.last_real else ()
         counted, times = _counted(seen - self._model.seen.detach()) if self.together else (None, 1)

@@ -24,11 +24,15 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=480)
     parser.add_argument("--batch-size", type=int, default=8, help="per member")
     parser.add_argument("--step-s", type=float, default=0.0, help="least seconds that a step takes")
+    parser.add_argument(
+        "--frozen-mb", type=int, default=0, help="of parameters that are not trained, to make heavy states"
+    )
     options = parser.parse_args()
 
     run = paceline.join()
     torch.manual_seed(run.seed)
     net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    net.register_parameter("heavy", nn.Parameter(torch.ones(options.frozen_mb << 18), requires_grad=False))
     model = Counted(net, options.samples).to(run.device)
     optimizer = torch.optim.SGD(model.groups(momentum=0.9), lr=0.05)
     optimizer = run.optimizer(optimizer, model)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import torch
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.events import Events
 from paceline.core.status import Status
 from paceline.core.step import StepReport
@@ -88,7 +88,15 @@ class Loop:
     # ---- what the optimizer tells (train.optimizer.StepObserver)
 
     def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._strategy.finish(optimizer)
+        if not self._strategy.finish(optimizer):
+            return False
+        if self._team:
+            try:
+                self._replica.before_step()
+            except Interrupted as error:  # what this newcomer needs does not come
+                self._team.mend(error)
+                return False
+        return True
 
     def rate(self) -> float:
         return self._rate(self._world.group.size)
@@ -115,6 +123,10 @@ class Loop:
 
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
         self._strategy.extend(optimizer)
+
+    @property
+    def healing(self) -> bool:
+        return self._replica.waits
 
     # ---- epochs
 
@@ -164,6 +176,8 @@ class Loop:
     def _leave_epoch(self, epoch: int) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
         self._replica.restore()
+        if self._team:
+            self._settle(self._team)
         scalars = self._meter.end_epoch()
         with self.waiting():
             if not self._saver.enabled:
@@ -203,8 +217,16 @@ class Loop:
         if not team.turn():
             return
         self._replica.restore()
+        self._settle(team)
         team.between(moving=self._world.moving)
         self._world.move = team.called
+
+    def _settle(self, team: Team) -> None:
+        if not team.settle():
+            self._warn(
+                "weights or optimizers change outside of optimizer.step(), so a newcomer was not equal to the others "
+                "after its first step, and they had to wait for it to get the state again"
+            )
 
     def save(self, epoch: int) -> None:
         """A checkpoint, by all members together."""

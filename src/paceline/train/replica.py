@@ -4,21 +4,32 @@ the user tracks, and the place in the epochs.
 A state is always as of the last committed step. Where a group breaks in the middle of an iteration, its step is
 dropped: until the loop asks for its next batch nothing that it does counts (`World.dropped`), and then the state is put
 back, so that what the rest of the iteration did (a scheduler's step) is undone and its batches are drawn again.
+
+A newcomer gets at once what is small, and what a turn may look at before its step: places, buffers, options of
+optimizers, what is tracked. Parameters and what optimizers keep of them, which nothing but a step changes, come while
+the others compute. Its turn counts for nothing but takes part in the exchange; before its step the parameters must be
+there (`before_step`), and get the same sums as the others'. Until that step is committed the others deal out batches
+among themselves; the newcomer is handed those of the first, so that all loaders come equally far.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from paceline.checkpoint import pack, unpack
+from paceline.checkpoint import Coming, Lent, Pipe, digest, pack, unpack
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
+from paceline.train.groups import SavedOptimizer
 from paceline.train.meter import Meter
 from paceline.train.saving import Saver, Stateful
+from paceline.train.team import Healing
 from paceline.transport.group import Group
+
+MODEL = "model."  # before the numbers of the run's models, among the names of what is saved
 
 
 class Replica:
@@ -46,6 +57,10 @@ class Replica:
         self._on_group = on_group
         self._held: bytes | None = None  # the state to go on from when the loop asks for its next batch
         self._fresh = True  # nothing was ever restored or committed here
+        self._healing: Healing | None = None  # newcomers that have not taken a step yet
+        self._stepped = False  # since they came
+        self._lent: Lent | None = None  # to them, by this member
+        self._coming: Coming | None = None  # to this one
 
     @property
     def step(self) -> int:
@@ -55,28 +70,47 @@ class Replica:
     def busy(self) -> bool:
         return bool(self._world.passed) or self._world.dropped or any(loader.out for loader in self._loaders)
 
+    @property
+    def waits(self) -> bool:
+        return self._coming is not None
+
+    @property
+    def healed(self) -> Healing | None:
+        return self._healing if self._stepped else None
+
     def state(self) -> bytes:
-        if self._held is not None:
-            return self._held
+        return self._held if self._held is not None else pack(self._state())
+
+    def digest(self) -> bytes:
+        return digest(self._state())
+
+    def _state(self) -> dict[str, Any]:
         parts = {
             name: part.committed() if isinstance(part, Loader) else part.state_dict()
             for name, part in self._saver.parts.items()
         }
-        return pack({"parts": parts, "place": [self._meter.step, self._meter.epoch, self.epoch_step]})
+        return {"parts": parts, "place": [self._meter.step, self._meter.epoch, self.epoch_step]}
 
     def committed(self) -> None:
         """A step of the first optimizer was taken: what was drawn for it counts."""
         self._world.passed = 0
         self._fresh = False
+        self._stepped = self._healing is not None
         for loader in self._loaders:
             loader.mark()
 
-    def regroup(self, group: Group, state: bytes | None) -> None:
+    # ---- another group
+
+    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None) -> None:
         busy = self.busy
         if busy and state is None:
             state = self.state()
+        self._healing, self._stepped, self._coming = healing, False, None
+        if not healing or group.rank != healing.source:
+            self._lent = None
         self._on_group(group)
         self._world.passed, self._world.dropped, self._world.moving = 0, busy, False
+        self._world.tally.rest(self._idle)
         self._strategy.regroup()
         self._held = state
         if busy:
@@ -84,8 +118,7 @@ class Replica:
         if state is not None:
             self.restore()
         else:
-            for loader in self._loaders:
-                loader.go_on(loader.committed(), group.rank, group.size)
+            self._deal_anew()
 
     def restore(self) -> None:
         """Between two steps: put back what is held, if something is."""
@@ -94,17 +127,85 @@ class Replica:
         if data is None:
             return
         state = unpack(memoryview(data))
-        group = self._world.group
-
-        def put(part: Stateful, own: dict[str, Any]) -> None:
-            if isinstance(part, Loader):
-                part.go_on(own, group.rank, group.size)
-            else:
-                part.load_state_dict(own)
-
-        self._saver.restore(state["parts"], put)
+        self._saver.restore(state["parts"], self._put)
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self._world.passed = 0
         if self._fresh:
-            torch.manual_seed(self._seed * 1_000_003 + self._meter.step * 1009 + group.rank)
+            torch.manual_seed(self._seed * 1_000_003 + self._meter.step * 1009 + self._world.group.rank)
         self._fresh = False
+        if "late" in state:
+            assert self._healing is not None
+            assert self._healing.pipe is not None
+            self._coming = Coming(state["late"], self._healing.pipe, self._world.limit_s)
+
+    def _put(self, part: Stateful, own: dict[str, Any]) -> None:
+        if isinstance(part, Loader):
+            rank, size = self._seat
+            part.go_on(own, rank, size, idle=self._idle)
+        elif isinstance(part, torch.nn.Module) and self._idle:
+            part.load_state_dict(own, strict=False)  # its parameters come later
+        else:
+            part.load_state_dict(own)
+
+    def _deal_anew(self) -> None:
+        rank, size = self._seat
+        for loader in self._loaders:
+            if not self._healing or (loader.terms.rank, loader.terms.size) != (rank, size):
+                loader.go_on(loader.committed(), rank, size, idle=self._idle)
+
+    @property
+    def _idle(self) -> bool:
+        return self._healing is not None and self._world.group.rank in self._healing.idle
+
+    @property
+    def _seat(self) -> tuple[int, int]:
+        """Rank and number of those among whom batches are dealt out; a newcomer is handed what the first one gets."""
+        group = self._world.group
+        idle = self._healing.idle if self._healing else ()
+        return 0 if self._idle else group.rank - sum(r < group.rank for r in idle), group.size - len(idle)
+
+    # ---- newcomers
+
+    def lend(self, pipes: list[Pipe]) -> bytes:
+        now, late = {}, {}
+        state = self._state()
+        for name, own in state["parts"].items():
+            part = self._saver.parts[name]
+            if isinstance(part, SavedOptimizer):
+                now[name], late[name] = {**own, "state": {}}, own["state"]
+            elif isinstance(part, torch.nn.Module) and name.startswith(MODEL):
+                names = {n for n, _ in part.named_parameters(remove_duplicate=False)}
+                now[name] = {n: t for n, t in own.items() if n not in names}
+                late[name] = {n: t for n, t in own.items() if n in names}
+            else:
+                now[name] = own
+        self._lent = Lent(late, pipes)
+        return pack({"parts": now, "place": state["place"], "late": self._lent.head})
+
+    def before_step(self) -> None:
+        """The weights are going to change: what is on its way must be there, or be kept as it is."""
+        if self._lent:
+            self._lent.keep()
+        self.arrive()
+
+    def arrive(self) -> None:
+        if self._coming is None:
+            return
+        began, before = time.monotonic(), self._world.status.what
+        self._world.status.set("healing")
+        late = self._coming.wait()
+        for name, own in late.items():
+            part = self._saver.parts[name]
+            if isinstance(part, SavedOptimizer):  # its options are there; the turn may have changed them since
+                part.load_state_dict({**part.state_dict(), "state": own})
+            else:
+                assert isinstance(part, torch.nn.Module)
+                part.load_state_dict({**part.state_dict(), **own})
+        self._coming = None
+        self._world.status.set(before)
+        self._world.waited_s += time.monotonic() - began
+
+    def settled(self) -> None:
+        self._healing, self._stepped, self._lent = None, False, None
+        self._world.tally.rest(False)
+        self._deal_anew()

@@ -32,6 +32,7 @@ from paceline.train.loop import Loop
 from paceline.train.meter import Meter
 from paceline.train.optimizer import adopt
 from paceline.train.pool import LossOf, Pool, check
+from paceline.train.replica import MODEL
 from paceline.train.saving import Saver, Stateful
 from paceline.train.team import Team
 from paceline.transport.group import Group
@@ -147,6 +148,12 @@ class Run:
         go."""
         return self._meter.step
 
+    @property
+    def healing(self) -> bool:
+        """Whether this member is a newcomer whose weights are still on their way: nothing that it draws counts, and
+        they are there after its first step."""
+        return self._loop.healing
+
     # ---- what the loop uses
 
     def optimizer(self, optimizer: O, model: torch.nn.Module) -> O:
@@ -160,7 +167,7 @@ class Run:
         self._strategy.attach(model, optimizer, self._world)
         if not any(m is model for m in self._models):
             self._models.append(model)
-            self._saver.add(f"model.{len(self._models) - 1}", model)
+            self._saver.add(f"{MODEL}{len(self._models) - 1}", model)
         self._optimizers.append(optimizer)
         self._saver.add(f"optimizer.{len(self._optimizers) - 1}", SavedOptimizer(optimizer, model, self._warn))
         self._status.set("ready")
@@ -297,7 +304,8 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Note scalars of this step (numbers, tensors of one element): shown, written to events, in the report."""
-        self._meter.log(values)
+        if not self._tally.idle:
+            self._meter.log(values)
 
     def track(self, **parts: Stateful) -> None:
         """Save these with every checkpoint: `run.track(scheduler=scheduler)`. Anything with a state_dict."""

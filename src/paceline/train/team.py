@@ -11,8 +11,9 @@ end alike: when one returns here, it was begun by everyone; so when the group br
     one who has begun a turn less makes up for it with a turn that counts for nothing, since scripts count their turns
 
 Newcomers are taken in between two steps: the scheduler announces a planned view, those who have heard of it say so with
-their gradients, and all go there after the same step (`between`). With fewer members than the least, nobody begins a
-step.
+their gradients, and all go there after the same step (`between`). They take their first turn while their state is on
+its way, with gradients that weigh nothing, and apply the others' step to it when it is there (`Healing`). With fewer
+members than the least, nobody begins a step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
 
-from paceline.checkpoint import pack, unpack
+from paceline.checkpoint import Pipe, pack, unpack
 from paceline.core.errors import Interrupted, PacelineError
 from paceline.core.status import Status
 from paceline.core.view import Member, View
@@ -35,7 +36,16 @@ from paceline.transport.wires import Wires
 
 T = TypeVar("T")
 NEW = -1  # commits of one that has no state yet
+_LANE = "heal"
 _MOST_LAG = 1  # between members of one view; who was away for longer does not make up for it
+
+
+class Healing(NamedTuple):
+    """Newcomers get the state while the others train on; until then their part in a step weighs nothing."""
+
+    source: int  # rank
+    idle: tuple[int, ...]  # ranks of the newcomers
+    pipe: Pipe | None = None  # of a newcomer: where its state comes from
 
 
 class Body(Protocol):
@@ -46,11 +56,35 @@ class Body(Protocol):
     @property
     def step(self) -> int: ...
 
+    @property
+    def busy(self) -> bool:
+        """Whether this member is in the middle of a turn."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether this member's state is still on its way to it."""
+
+    @property
+    def healed(self) -> Healing | None:
+        """Newcomers that have taken their first step with the others."""
+
     def state(self) -> bytes:
         """All of it, as of the last commit."""
 
-    def regroup(self, group: Group, state: bytes | None) -> None:
+    def lend(self, pipes: list[Pipe]) -> bytes:
+        """What a newcomer needs at once; the rest is sent while this member goes on."""
+
+    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None) -> None:
         """Go on with another group, from this state or, None, from what is here."""
+
+    def arrive(self) -> None:
+        """Wait for what is still on its way to this member."""
+
+    def digest(self) -> bytes:
+        """Equal where the state is."""
+
+    def settled(self) -> None:
+        """All members are equal, and weigh the same from now on."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -60,6 +94,7 @@ class Place(msgspec.Struct, frozen=True):
     operations: int
     turns: int  # of the loop that it has begun
     saving: bool = False  # after its last commit a checkpoint is due
+    easy: bool = False  # it stands between two turns
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -150,7 +185,7 @@ class Team:
                 if self.group.rank == 0:
                     load()
                     self.commits = 1
-                self._level(self.group)
+                self._level(self.group, lend=False)
             except Interrupted as error:
                 self.mend(error)
 
@@ -163,6 +198,8 @@ class Team:
         while True:
             before = self.operations
             try:
+                if self.body:
+                    self.body.arrive()
                 result = operation(self.group)
                 self.group.barrier()
             except Interrupted as error:
@@ -195,6 +232,26 @@ class Team:
         while self.group.size < self._line.standing.least:
             self._status.set(f"waiting for members: {self.group.size} of at least {self._line.standing.least}")
             self._form_next(None)
+
+    def settle(self) -> bool:
+        """Between two steps: newcomers that have taken their first one are members like all others.
+
+        Whatever the script does with its weights, they are to be equal: where they are not, the state is sent again,
+        and False returned.
+        """
+        while self.body and (healed := self.body.healed):
+            try:
+                asked = self.group.rank == healed.source or self.group.rank in healed.idle
+                told = self.group.exchange(self.body.digest() if asked else b"")
+                if any(told[rank] != told[healed.source] for rank in healed.idle):
+                    if self.group.rank in healed.idle:
+                        self.commits = NEW
+                    self._level(self.group, lend=False)
+                    return False
+                self.body.settled()
+            except Interrupted as error:
+                self.mend(error)
+        return True
 
     def mend(self, error: Interrupted) -> None:
         """The group broke here: form that of the next view, and come level with the others."""
@@ -276,9 +333,16 @@ class Team:
         self.group = Group(self._wires, range(view.size))
         return self._level(self.group)
 
-    def _level(self, group: Group) -> list[int]:
+    def _level(self, group: Group, *, lend: bool = True) -> list[int]:
         """Tell each other how far each is, and bring those who are behind up; their ranks."""
-        mine = Place(self.commits, self.operations, self.turns, self.body.saving if self.body else False)
+        body = self.body
+        mine = Place(
+            NEW if body and body.waits else self.commits,
+            self.operations,
+            self.turns,
+            saving=bool(body and body.saving),
+            easy=bool(lend and body and not body.busy),
+        )
         told = group.exchange(msgspec.msgpack.encode(mine))
         places = [msgspec.msgpack.decode(each, type=Place) for each in told]
         most = Place(*(max(getattr(p, name) for p in places) for name in ("commits", "operations", "turns")))
@@ -286,12 +350,17 @@ class Team:
         source = next(rank for rank, p in enumerate(places) if p.commits == most.commits)
         if group.rank in behind or (behind and group.rank == source):
             self._status.set("healing" if group.rank in behind else f"healing members {', '.join(map(str, behind))}")
-        state = _given(group, source, behind, lambda: self.body.state() if self.body else b"")
+        healing: Healing | None = None
+        if behind and all(p.easy for p in places) and all(places[r].commits == NEW for r in behind):
+            healing = Healing(source, tuple(behind))
+        state = _given(group, source, behind, lambda: self._state(healing))
+        if healing and group.rank in behind:
+            healing = healing._replace(pipe=self._wires.mesh.channel(source, _LANE))
         short = [r for r, p in enumerate(places) if p.operations < most.operations and p.commits != NEW]
         knows = next(rank for rank, p in enumerate(places) if p.operations == most.operations)
         result = _given(group, knows, short, lambda: pack(_plain(self._result)))
         if self.body:
-            self.body.regroup(group, state)
+            self.body.regroup(group, state, healing)
             self.body.saving = any(p.saving for p in places if p.commits == most.commits)
         if result is not None:
             self._result = unpack(memoryview(result))
@@ -299,6 +368,13 @@ class Team:
         self.lag = behind_by if mine.commits != NEW and behind_by <= _MOST_LAG else 0
         self.commits, self.operations, self.turns = most.commits, most.operations, most.turns - self.lag
         return behind
+
+    def _state(self, healing: Healing | None) -> bytes:
+        if self.body is None:
+            return b""
+        if healing is None:
+            return self.body.state()
+        return self.body.lend([self._wires.mesh.channel(rank, _LANE) for rank in healing.idle])
 
     def _report(self, error: Interrupted) -> None:
         blamed = -1
