@@ -26,6 +26,7 @@ import argparse
 import statistics
 import sys
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from bench import _chaos_goodput, _chaos_plans, _chaos_soak
 from bench._chaos_runs import Result, Setup, carry_out, epochs_for
@@ -59,6 +60,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", nargs="+", choices=list(_KINDS), default=list(_KINDS))
     parser.add_argument("--minutes", type=float, help="of goodput (10) and of soak (30)")
     parser.add_argument("--seconds", type=float, default=540.0, help="after which no further run of faults is begun")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, where there are cores for them (1)")
     parser.add_argument("--torchft-python", metavar="PATH", help="of an environment that has torchft")
 
 
@@ -72,13 +74,24 @@ def _faults(report: Report, options: argparse.Namespace) -> None:
         kinds = kinds[:1]
     results: dict[str, list[Result]] = {kind: [] for kind in kinds}
     began, seed = time.monotonic(), options.seed
-    while (left := wanted - _hit(results)) > 0 and (seed == options.seed or not _late(began, options.seconds)):
-        # Servers' runs have few faults each: two of all-reduce for each of theirs.
-        kind = kinds[0] if len(kinds) == 1 or seed % 3 else kinds[1 + seed // 3 % (len(kinds) - 1)]
-        result = carry_out(*_drawn(kind, seed, left, quick=options.quick))
-        results[kind].append(result)
-        _tell(result)
-        seed += 1
+    with ThreadPoolExecutor(options.jobs) as pool:
+        running: dict[Future[Result], tuple[str, int]] = {}  # strategy, and faults that it may have
+        while True:
+            left = wanted - _hit(results) - sum(faults for _, faults in running.values())
+            late = seed > options.seed and time.monotonic() - began > options.seconds
+            if len(running) < options.jobs and left > 0 and not late:
+                # Servers' runs have few faults each: two of all-reduce for each of theirs.
+                kind = kinds[0] if len(kinds) == 1 or seed % 3 else kinds[1 + seed // 3 % (len(kinds) - 1)]
+                setup, plan = _drawn(kind, seed, left, quick=options.quick)
+                running[pool.submit(carry_out, setup, plan)] = kind, len(plan.faults)
+                seed += 1
+                continue
+            if not running:
+                break
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                kind, _ = running.pop(done)
+                results[kind].append(done.result())
+                _tell(done.result())
     free = [] if options.quick else _fault_free(kinds, results)
     _add_counts(report, results)
     _add_accuracy(report, results, free)
@@ -90,10 +103,6 @@ def _faults(report: Report, options: argparse.Namespace) -> None:
         report.note(
             "sync(backups=1) drops the slowest push of each round by design: only its end and weights are judged"
         )
-
-
-def _late(began: float, seconds: float) -> bool:
-    return time.monotonic() - began > seconds
 
 
 def _hit(results: dict[str, list[Result]]) -> int:
