@@ -202,7 +202,7 @@ def test_a_program_tells_the_hosts(tmp_path):
     program = tmp_path / "hosts"
     program.write_text("#!/bin/sh\necho node1 4\necho node2\n")
     program.chmod(0o755)
-    assert posts.read(str(program)) == {"node1": 4, "node2": 1}
+    assert posts.read(str(program)) == {"node1": posts.Room(4), "node2": posts.Room(1)}
     program.write_text("#!/bin/sh\necho no cloud >&2\nexit 3\n")
     with pytest.raises(ConfigError, match=r"the program ended with .*3: no cloud"):
         posts.read(str(program))

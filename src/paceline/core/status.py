@@ -11,13 +11,14 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 _HEAD = struct.Struct("<QQqqdH")  # sequence, pid, step, epoch, since, length of the text
-_SIZE = 512
-_HOST_AT = 384  # to the end
+_SIZE = 768
+_HOST_AT, _LABELS_AT = 384, 512  # to the next, and to the end
 _BODY = struct.Struct("<QqqdH").pack_into  # the head after the sequence
 _BODY_AT = 8
 _PLACE = struct.Struct("<qqd").pack_into  # step, epoch, since
@@ -35,12 +36,16 @@ class Doing(msgspec.Struct, frozen=True):
     since: float  # time.time() when it began to do this, or when the last step ended if that was later
     what: str
     host: str = ""  # on which it runs, where it said so
+    labels: str = ""  # that it has, between commas
 
 
 class Status:
-    """The writing side: `status.set("waiting for member 3")`. `host` tells readers whether they can see the process."""
+    """The writing side: `status.set("waiting for member 3")`. `host` tells readers whether they can see the process.
 
-    def __init__(self, path: Path | None, host: str = "") -> None:
+    `labels` are those of the member.
+    """
+
+    def __init__(self, path: Path | None, host: str = "", labels: Sequence[str] = ()) -> None:
         self.step = 0
         self.epoch = 0
         self._sequence = 0
@@ -53,7 +58,8 @@ class Status:
                 self._map = mmap.mmap(file.fileno(), _SIZE)
                 # One store of eight bytes: pack_into would make the number 0 for a moment.
                 self._sequences = memoryview(self._map).cast("Q")
-                self._map[_HOST_AT:] = host.encode()[: _SIZE - _HOST_AT].ljust(_SIZE - _HOST_AT, b"\0")
+                for text, start, end in ((host, _HOST_AT, _LABELS_AT), (",".join(labels), _LABELS_AT, _SIZE)):
+                    self._map[start:end] = text.encode()[: end - start].ljust(end - start, b"\0")
         self.set("starting")
 
     def set(self, what: str) -> None:
@@ -91,8 +97,8 @@ def read(path: Path, rank: int) -> Doing | None:
     if not sequence:
         return None
     text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
-    host = data[_HOST_AT:].rstrip(b"\0").decode(errors="replace")
-    return Doing(rank=rank, pid=pid, step=step, epoch=epoch, since=since, what=text, host=host)
+    host, labels = (d.rstrip(b"\0").decode(errors="replace") for d in (data[_HOST_AT:_LABELS_AT], data[_LABELS_AT:]))
+    return Doing(rank=rank, pid=pid, step=step, epoch=epoch, since=since, what=text, host=host, labels=labels)
 
 
 def _whole(descriptor: int) -> bytes:
