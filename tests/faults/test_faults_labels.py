@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ import torch
 from torch.nn import functional as F
 
 import paceline
+from paceline.cli import runs
+from paceline.cli.queue import lines as queue_of
 from paceline.testing.counted import Book, Counted, Numbered
 
 parser = argparse.ArgumentParser()
@@ -32,6 +35,16 @@ model = Counted(torch.nn.Linear(8, 2), 120)
 optimizer = run.optimizer(torch.optim.SGD(model.groups(), lr=0.05), model)
 loader = run.loader(Numbered(120), batch_size=4, bound=lambda i: None if i % 3 else "site-a")
 book = Book(run, model, loader, 2, options.ledger)
+
+
+def show_the_queue():
+    deadline = time.monotonic() + 20
+    while not (lines := queue_of(runs.look(run.dir))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    print("queue", " | ".join(lines), flush=True)
+
+
+shown = False
 for epoch in run.epochs(2):
     for x, y, numbers in loader:
         time.sleep(0.03)
@@ -40,6 +53,9 @@ for epoch in run.epochs(2):
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y) + model.count(numbers)).backward()
         book.step(optimizer, numbers)
+        if run.rank == 0 and not shown:
+            shown = True
+            show_the_queue()
 book.end()
 """
 
@@ -59,6 +75,12 @@ def test_another_one_with_the_label_goes_on(strategy: str, tmp_path: Path) -> No
     result.must_be_clean()
     assert "[2] labels ('site-a', 'gpu')" in result.output
     assert "[0] labels ('gpu',)" in result.output
+    shown = re.search(r"\[0\] queue (.*)", result.output)
+    assert shown
+    whole, anybody, bound = shown[1].split(" | ")
+    assert re.fullmatch(r"loader 0, epoch [12]: \d+ of 30 batches done", whole)
+    assert re.match(r" *for anybody: \d+ of 20 batches done, \d+ left", anybody)
+    assert re.match(r" *bound to site-a: \d+ of 10 batches done, \d+ left", bound)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.cli import runs
+from paceline.cli import queue, runs
 from paceline.cli.flags import Parser
 from paceline.cli.runs import Known, how_it_stands, span
 from paceline.core.errors import ConfigError, PacelineError
@@ -50,7 +50,8 @@ def describe(directory: Path) -> list[str]:
 
 
 def _lines(known: Known) -> list[str]:
-    return [*_table(known), *_elastic(known)] if known.run and known.run.least else _table(known)
+    told = [*_table(known), *queue.lines(known)]
+    return [*told, *_elastic(known)] if known.run and known.run.least else told
 
 
 def _elastic(known: Known) -> list[str]:

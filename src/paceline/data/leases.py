@@ -12,25 +12,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-import msgspec
-
-
-class Loan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member has been lent, and not done."""
-
-    rank: int
-    batches: int
-    since: float  # time.time() when the oldest of them was lent
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the batches of one kind have come."""
-
-    label: str  # "": anybody may have them
-    done: int
-    left: int  # not lent now
-    lent: tuple[Loan, ...] = ()
-    returned: int = 0  # so often one came back from a member that was lost
+from paceline.core.queue import Loan, Part
 
 
 class Leases:

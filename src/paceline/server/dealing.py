@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from paceline.core.errors import Interrupted, Lost, PacelineError, TimedOut
+from paceline.core.queue import Course
 from paceline.data.kinds import Parts
 from paceline.data.leases import Leases
 from paceline.transport.channel import Channel
@@ -107,6 +108,11 @@ class Dealing:
                 leases.lost(rank)
             self._answer()
 
+    def queue(self) -> tuple[Course, ...]:
+        """How far each course has come that is under way."""
+        with self._changed:
+            return tuple(_shown(name, leases) for name, leases in self._courses.items() if not leases.over)
+
     def _course(self, ask: Ask) -> Leases:
         if ask.course not in self._courses:
             self._courses[ask.course] = Leases(ask.total, ask.bound)
@@ -136,6 +142,11 @@ class Dealing:
     def _say(self, rank: int, number: int | str) -> None:
         with contextlib.suppress(PacelineError):  # its own thread will notice
             self._channels[rank].send(_encode(number))
+
+
+def _shown(course: str, leases: Leases) -> Course:
+    loader, _, epoch = course.split("/")  # as `DealsFor` and `DealtCourse` name them
+    return Course(loader=int(loader), epoch=int(epoch), parts=leases.parts())
 
 
 def _nobody(missing: Mapping[str, int]) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.core import queue
 from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
@@ -76,6 +77,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             asked = asked.with_(name=make_directory(Path(asked.root), "", script).name)
         for old in Path(asked.root, asked.name, "status").glob("rank-*"):  # of members that are gone
             old.unlink(missing_ok=True)
+        queue.clear(Path(asked.root, asked.name))
     wires: list[Wires] = []
 
     def describe(token: str) -> Member:

@@ -149,7 +149,7 @@ class Loop:
             self._meter.step, self._meter.epoch, self._replica.epoch_step = place
 
     def _enter_epoch(self, epoch: int, count: int) -> None:
-        self._meter.epoch = self._status.epoch = epoch
+        self._meter.epoch = epoch
         steps = None
         for loader in self._loaders:
             if loader.epoch != epoch:  # a resumed loader stands in the middle of this epoch already
@@ -157,6 +157,7 @@ class Loop:
         self._outermost.enter_epoch()
         with contextlib.suppress(TypeError):
             steps = self._loaders[0].whole if self._loaders else None
+        self._status.enter(epoch, self._replica.epoch_step, steps or 0)
         self._status.set("training")
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
         self._meter.start()
@@ -257,9 +258,18 @@ class Loop:
             self._lead()
 
     def _changed(self, change: Change) -> None:
+        self._status.enter(self._meter.epoch, self._replica.epoch_step, self._steps(change.size))
         self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
         if self._world.group.rank == 0:
             print(f"paceline: {change.text}", file=sys.stderr)
+
+    def _steps(self, size: int) -> int:
+        """Of this epoch, those to come taken by so many; 0: not known."""
+        loader = self._loaders[0] if self._loaders else None
+        if loader is None or loader.whole is None or loader.source.length is None:
+            return 0
+        left = loader.source.length - int(loader.committed()["consumed"])
+        return self._meter.step - self._replica.epoch_step + -(-left // (loader.batch_size * size))
 
     def warn_of_untracked(self) -> None:
         """A scheduler that no checkpoint holds."""
