@@ -192,12 +192,21 @@ class Loop:
         if not self._outermost.asks(loader, self._meter.step, due=self._replica.saving):
             return
         if self._team:
+            alone = self._team.group.size == 1 and self._team.sent_home  # nobody to agree with
+            if alone and self._saver.enabled and not self._world.dropped:
+                self._replica.saving = True
+            if self._replica.saving and (self._world.moving or alone):
+                self._save_now()  # before the group changes: all may leave
             self._boundary(self._team)
         if self._replica.saving:
-            if self.quiet:
-                self.quiet()
-            self.save(self._meter.epoch)
-            self._replica.saving = self._world.wish = False
+            self._save_now()
+
+    def _save_now(self) -> None:
+        """All have agreed to."""
+        if self.quiet:
+            self.quiet()
+        self.save(self._meter.epoch)
+        self._replica.saving = self._world.wish = False
 
     def _boundary(self, team: Team) -> None:
         """Where members come and go, they do so here, and a step that was dropped is over."""
@@ -206,6 +215,7 @@ class Loop:
         self._replica.restore()
         team.between(moving=self._world.moving)
         self._world.move = team.called
+        self._world.wish = self._world.wish or (team.sent_home and self._saver.enabled)  # so that nothing is lost
 
     def save(self, epoch: int) -> None:
         """A checkpoint, by all members together."""

@@ -423,6 +423,8 @@ class Run:
     def _finish(self) -> Mapping[str, Any]:
         self._ending.left_early = self._loop.under_way
         if self._team:
+            if self._team.drained:
+                self._saver.report(wait=True)  # who has left may be ended at any time
             early = "drained" if self._team.drained else "failed"
             self._team.leave(early if self._ending.failed or self._loop.under_way else "finished")
         self._saver.close()
