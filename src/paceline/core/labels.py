@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from paceline.core.errors import ConfigError
 
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_LABEL = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _WORD = re.compile(r"([^:]*)(?::(\d+(?:,\d+)*))?")
 
 
@@ -31,7 +31,8 @@ def check(label: str, source: str) -> str:
     """The label, if it is one."""
     if not isinstance(label, str) or not _LABEL.fullmatch(label):
         raise ConfigError(
-            f"{source}: {label!r} is not a label: write letters, digits and _ . - (at most 63), such as site-a"
+            f"{source}: {label!r} is not a label: write a letter, then letters, digits and _ . -, such as site-a; at most "
+            "63 in all"
         )
     return label
 

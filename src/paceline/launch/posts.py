@@ -101,6 +101,17 @@ def reachable(source: str) -> str:
     raise ConfigError(f"which address of this host do those of {source} reach? give --listen ADDRESS")
 
 
+def command(name: str, room: Room) -> list[str]:
+    """What starts the agent of a host, there.
+
+    >>> command("node7", Room(4, ("gpu",)))[2:]
+    ['paceline', 'agent', '--join', '-', '--name', 'node7', '--slots', '4', '--label', 'gpu']
+    """
+    labels = (word for label in room.labels for word in ("--label", label))
+    agent = ["paceline", "agent", "--join", "-", "--name", name, "--slots", str(room.slots)]
+    return [sys.executable, "-m", *agent, *labels]
+
+
 @dataclass
 class _Post:
     """One host."""
@@ -198,12 +209,10 @@ class Posts:
 
     def _start(self, name: str, post: _Post) -> None:
         way = [word.replace("{host}", name) for word in shlex.split(self._elastic.start_on)]
-        agent = [sys.executable, "-m", "paceline", "agent", "--join", "-", "--name", name]
-        agent += ["--slots", str(post.room.slots), *(f"--label={label}" for label in post.room.labels)]
         pipe = subprocess.PIPE
         try:
             post.process = subprocess.Popen(
-                [*way, *map(shlex.quote, agent)],
+                [*way, *map(shlex.quote, command(name, post.room))],
                 stdin=pipe,
                 stdout=pipe,
                 stderr=subprocess.STDOUT,
