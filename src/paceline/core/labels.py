@@ -31,8 +31,8 @@ def check(label: str, source: str) -> str:
     """The label, if it is one."""
     if not isinstance(label, str) or not _LABEL.fullmatch(label):
         raise ConfigError(
-            f"{source}: {label!r} is not a label: write a letter, then letters, digits and _ . -, such as site-a; at most "
-            "63 in all"
+            f"{source}: {label!r} is not a label: write a letter, then letters, digits and _ . -, such as site-a; "
+            "at most 63 in all"
         )
     return label
 
