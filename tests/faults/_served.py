@@ -25,6 +25,7 @@ def run_with(
     script: str = "paceline.testing.train_counted",
     args: Sequence[str] = (),
     forgives: bool = True,
+    labels: tuple[str, ...] = (),
     **settings: object,
 ) -> Result:
     """Train to the end while the plan is carried out; nothing may be left behind."""
@@ -36,6 +37,7 @@ def run_with(
         num_members=members,
         num_servers=servers,
         forgives=forgives,
+        labels=labels,
         settings=Settings().with_(
             root=str(tmp_path / "runs"), name="it", progress="off", wait_limit_s=60.0, strategy=strategy, **settings
         ),

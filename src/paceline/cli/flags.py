@@ -15,6 +15,8 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings
 from paceline.launch import names, servers
 
+LABEL_HELP = "what the members on this host have, for loaders with bound=; gpu:0,1: these alone; may be repeated"
+
 
 @dataclass(frozen=True)
 class Flag:

@@ -17,8 +17,9 @@ from typing import TypeAlias
 
 from paceline.cli import ending
 from paceline.cli.display import Display, Screen, can_draw
-from paceline.cli.flags import Flag, Parser, add_settings, seconds, settings_of, size, whole
+from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, whole
 from paceline.core.errors import ConfigError
+from paceline.core.labels import word
 from paceline.core.settings import NAMES
 from paceline.launch import beforehand, cores, posts, servers
 from paceline.launch.elastic import DRAIN_S, ElasticJob
@@ -52,7 +53,7 @@ _ELASTIC = (
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
     Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
     Flag("slots", "K", whole(0), "members that this host may have"),
-    Flag("hosts", "FILE", str, "other hosts: lines of a name and its slots, or a program that prints them"),
+    Flag("hosts", "FILE", str, "other hosts: lines of a name, slots and labels, or a program that prints them"),
     Flag("start_on", "COMMAND", str, "what leads to such a host"),
 )
 _NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
@@ -89,6 +90,7 @@ def _parser() -> Parser:
         note = _NOTES.get(flag.field) or (f"{default:g}" if isinstance(default, int | float) else default)
         text = f"{flag.help}; with -n MIN:MAX (default: {note})"
         parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
+    parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
     parser.option("--dry-run", help="print what would be started, and start nothing")
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
     add_settings(parser)
@@ -124,6 +126,7 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
         elastic=elastic,
         settings=settings,
         threads=given.threads,
+        labels=tuple(given.label or ()),
         terminal=can_draw() and settings.progress in ("auto", "rich"),
     )
 

@@ -27,6 +27,7 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.data.batches import Batches
 from paceline.data.fetch import Collate
 from paceline.data.files import Agree
+from paceline.data.kinds import Bound
 from paceline.data.mapped import MapFeed
 from paceline.data.partition import ByFile, Partition
 from paceline.data.randomness import mix
@@ -34,7 +35,7 @@ from paceline.data.sampler import Deal
 from paceline.data.source import Feed, Terms, source_of
 from paceline.data.uploads import UploadFeed
 
-_OPTIONS = ("collate", "drop_last", "pad", "partition", "prefetch", "seed", "shuffle", "workers")
+_OPTIONS = ("bound", "collate", "drop_last", "pad", "partition", "prefetch", "seed", "shuffle", "workers")
 _TORCH = {  # what a torch DataLoader calls things
     "num_workers": "use workers=",
     "prefetch_factor": "use prefetch=, the number of batches that all workers together fetch ahead",
@@ -69,6 +70,9 @@ class Loader:
     pad: a member that has run out before others gets fillers, with `last_real` 0, so that all loops end at
         the same step. Without it only real samples are handed out, for evaluation.
     agree: all-gather of one number, for `ByFile`.
+    bound: a label for each sample, as a sequence or a function of its index: only members that have the label train it;
+        None: anybody does. Needs `deal`.
+    labels: those that some member has.
     deal: who deals out batches as members ask for them; each then gets as many as it is fast.
     owed: whether gradients of batches that were handed out are kept for a later push, which then settles them.
     before: called when the user asks for a batch, before anything of it is counted.
@@ -100,6 +104,8 @@ class Loader:
         collate: Collate | None = None,
         agree: Agree | None = None,
         deal: Deal | None = None,
+        bound: Bound | None = None,
+        labels: tuple[str, ...] = (),
         owed: Callable[[], bool] = lambda: False,
         before: Callable[[], None] | None = None,
         draw: Callable[[int, int], None] | None = None,
@@ -122,6 +128,8 @@ class Loader:
             pad=pad,
             collate=collate,
             deal=deal,
+            bound=bound,
+            labels=labels,
         )
         self.source = source_of(dataset, self.terms, agree)
         self.dataset, self.batch_size, self.seed, self.epoch = dataset, self.terms.batch_size, seed, 0

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, Interrupted
+from paceline.data.kinds import Kinds, Parts
 from paceline.data.partition import Partition
 from paceline.data.randomness import mix, permutation
 
@@ -34,8 +35,11 @@ class Deal(Protocol):
     def deals(self) -> bool:
         """Whether epochs that begin now are dealt; else they are shared out evenly. All members have the same."""
 
-    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
-        """The next batch's number; `waits` is called now and then while it depends on others whether there is one."""
+    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None], bound: Parts = ()) -> int | None:
+        """The next batch's number; `waits` is called now and then while it depends on others whether there is one.
+
+        `bound`: to which labels the last ones of the batches are bound.
+        """
 
     def done(self, course: str, numbers: Sequence[int]) -> None:
         """These of the batches that this member was lent are trained."""
@@ -89,10 +93,10 @@ class Sampler:
             rest = rest[~taken[rest]]
         return Course(self, seed, epoch, before, rest, done, spare=order[:1])
 
-    def dealt(self, seed: int, epoch: int, deal: Deal) -> DealtCourse:
+    def dealt(self, seed: int, epoch: int, deal: Deal, kinds: Kinds | None = None) -> DealtCourse:
         """The way through an epoch of which this member gets batches as it asks for them."""
         order = permutation(self.length, seed, epoch) if self.shuffle else torch.arange(self.length)
-        return DealtCourse(self, seed, epoch, order, deal)
+        return DealtCourse(self, seed, epoch, order, deal, kinds or Kinds(None, self.length))
 
 
 class Course:
@@ -162,10 +166,12 @@ class Course:
 
 
 class DealtCourse(Course):
-    """One epoch over all samples, whose batches any member may get. `done` counts those of this member."""
+    """One epoch over all samples, whose batches are lent to members. `done` counts those of this member."""
 
-    def __init__(self, sampler: Sampler, seed: int, epoch: int, order: Tensor, deal: Deal) -> None:
+    def __init__(self, sampler: Sampler, seed: int, epoch: int, order: Tensor, deal: Deal, kinds: Kinds) -> None:
         super().__init__(sampler, seed, epoch, [], order, 0, spare=order[:1])
+        self.queue, self._edges, self._bound = kinds.cut(order, sampler.batch_size, drop_last=sampler.drop_last)
+        self.batches = len(self._edges) - 1
         self._deal = deal
         self._name = f"{seed}/{epoch}"
         self._numbers: list[int] = []  # that this member was lent
@@ -179,12 +185,19 @@ class DealtCourse(Course):
     def turns(self, pad: bool = True, *, wait: bool = True) -> Iterator[Turn]:
         """The batches that this member is lent. `wait`: at the end, for those that others may lose."""
         while True:
-            number = self._deal.take(self._name, self.batches, wait=wait, waits=self._wait)
+            number = self._deal.take(self._name, self.batches, wait=wait, waits=self._wait, bound=self._bound)
             self._waiting = False
             if number is None:
                 return
             self._numbers.append(number)
             yield self.turn(number)
+
+    def turn(self, number: int) -> Turn:
+        indices = self.queue[self._edges[number] : self._edges[number + 1]]
+        return Turn(number, indices, len(indices))
+
+    def seed(self, number: int) -> int:
+        return mix(self._seed, self.epoch, self._edges[number], 0)  # the same whoever gets the batch
 
     def _wait(self) -> None:
         if self._stopped:
@@ -241,10 +254,11 @@ class DealtCourse(Course):
             self._rest_if_idle()
 
     def real(self, number: int) -> int:
-        return super().real(self._numbers[number])
+        number = self._numbers[number]
+        return self._edges[number + 1] - self._edges[number]
 
     def history(self, done: int | None = None) -> History:
         return []  # what all members have done is not known here: an epoch that is resumed begins anew
 
     def consumed(self, done: int) -> int:
-        return super().consumed(self._numbers[done]) if done < len(self._numbers) else 0
+        return self._edges[self._numbers[done]] if done < len(self._numbers) else 0

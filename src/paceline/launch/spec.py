@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from paceline.core import labels
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.membership.agent import Outcome
@@ -66,6 +67,7 @@ class JobSpec:
     threads: int | None = None  # per member; None: its share of the cores
     forgives: bool = False  # the run goes on when a worker other than the first is lost
     elastic: Elastic | None = None  # members may come and go
+    labels: tuple[str, ...] = ()  # of the members on this host; "gpu:0,1": of these alone
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's own
     cwd: str | None = None
     python: str = sys.executable
@@ -81,6 +83,9 @@ class JobSpec:
                 f"num_members={self.num_members} is not within {self.elastic.least}:{self.elastic.most}, which the run "
                 "may have"
             )
+        most = self.elastic.most if self.elastic else self.num_members
+        if others := sorted(id for id in labels.members_of(self.labels) if id >= most):
+            raise ConfigError(f"labels={self.labels}: there is no member {others[0]}, only 0 to {most - 1}")
 
     @property
     def size(self) -> int:

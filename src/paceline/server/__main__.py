@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.core import queue
 from paceline.core.status import Status
 from paceline.core.view import Member
 from paceline.environment import detect
@@ -35,7 +36,8 @@ def main() -> None:
 
     meeting = meet(place, describe)
     settings = meeting.settings
-    status = Status(Path(settings.root) / settings.name / "status" / f"rank-{place.rank}", place.host)
+    directory = Path(settings.root) / settings.name
+    status = Status(directory / "status" / f"rank-{place.rank}", place.host)
     status.set("connecting")
     wires[0].join(meeting.view, place.rank, limit_s=settings.wait_limit_s, status=status)
     agreement = agree(wires[0], range(place.workers, place.size))
@@ -48,7 +50,7 @@ def main() -> None:
     desk = Desk(
         wires[0],
         range(place.workers, place.size),
-        directory=Path(settings.root) / settings.name,
+        directory=directory,
         token=meeting.token,
         strategy=settings.strategy,
         service=lambda: service,
@@ -65,6 +67,8 @@ def main() -> None:
     def tell() -> None:
         told = service.readings()
         half = f", {told['halves']:.0f} half applied" if told["halves"] else ""
+        if dealing:
+            queue.write(directory, dealing.queue())
         status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped{half}")
 
     service.look = tell_version
@@ -73,6 +77,8 @@ def main() -> None:
             service.attach(connect(wires[0], rank, place.rank))
         while not service.wait(_LOOK_S):
             service.still(tell)
+        if dealing:
+            queue.write(directory, ())
         status.set("finished")
     finally:
         desk.close()

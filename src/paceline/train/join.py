@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.core import queue
 from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
@@ -76,18 +77,19 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             asked = asked.with_(name=make_directory(Path(asked.root), "", script).name)
         for old in Path(asked.root, asked.name, "status").glob("rank-*"):  # of members that are gone
             old.unlink(missing_ok=True)
+        queue.clear(Path(asked.root, asked.name))
     wires: list[Wires] = []
 
     def describe(token: str) -> Member:
         if place.size == 1:
             return Member(rank=0, host=place.host, pid=0)
         wires.append(Wires(token, _address(place)))
-        return wires[0].describe(place.rank, place.host)
+        return wires[0].describe(place.rank, place.host, place.labels)
 
     line: Line | None = None
     if place.scheduler:
         wires.append(Wires(place.token, _address(place)))
-        me = msgspec.structs.replace(wires[0].describe(place.rank, place.host), id=place.rank)
+        me = msgspec.structs.replace(wires[0].describe(place.rank, place.host, place.labels), id=place.rank)
         line = Line(place.scheduler, place.token, Arrive(id=place.rank, member=me), limit_s=asked.join_limit_s)
         meeting = Meeting(View(number=0, members=()), line.standing.settings, place.token)
     else:
@@ -98,7 +100,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     device = _device(agreed.device, place)
     chosen, said = _strategy(strategy, agreed)
     agreed = agreed.with_(strategy=words_of(chosen))
-    status = Status(directory / "status" / f"rank-{place.rank}", place.host)
+    status = Status(directory / "status" / f"rank-{place.rank}", place.host, place.labels)
     group, dealer, team = solo(), None, None
     rate = partial(factor, agreed.lr_rule if line else "keep", most=place.size)
     if line:
@@ -157,6 +159,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         servers=range(place.workers, place.size),
         dealer=dealer,
         team=team,
+        labels=place.labels,
         rate=rate,
         lead=lead,
     )

@@ -161,7 +161,7 @@ class Loop:
             self._meter.step, self._meter.epoch, self._replica.epoch_step = place
 
     def _enter_epoch(self, epoch: int, count: int) -> None:
-        self._meter.epoch = self._status.epoch = epoch
+        self._meter.epoch = epoch
         steps = None
         for loader in self._loaders:
             if loader.epoch != epoch:  # a resumed loader stands in the middle of this epoch already
@@ -169,6 +169,7 @@ class Loop:
         self._outermost.enter_epoch()
         with contextlib.suppress(TypeError):
             steps = self._loaders[0].whole if self._loaders else None
+        self._status.enter(epoch, self._replica.epoch_step, steps or 0)
         self._status.set("training")
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
         self._meter.start()
@@ -205,12 +206,21 @@ class Loop:
         if not self._outermost.asks(loader, self._meter.step, due=self._replica.saving):
             return
         if self._team:
+            alone = self._team.group.size == 1 and self._team.sent_home  # nobody to agree with
+            if alone and self._saver.enabled and not self._world.dropped:
+                self._replica.saving = True
+            if self._replica.saving and (self._world.moving or alone):
+                self._save_now()  # before the group changes: all may leave
             self._boundary(self._team)
         if self._replica.saving:
-            if self.quiet:
-                self.quiet()
-            self.save(self._meter.epoch)
-            self._replica.saving = self._world.wish = False
+            self._save_now()
+
+    def _save_now(self) -> None:
+        """All have agreed to."""
+        if self.quiet:
+            self.quiet()
+        self.save(self._meter.epoch)
+        self._replica.saving = self._world.wish = False
 
     def _boundary(self, team: Team) -> None:
         """Where members come and go, they do so here, and a step that was dropped is over."""
@@ -220,6 +230,7 @@ class Loop:
         self._settle(team)
         team.between(moving=self._world.moving)
         self._world.move = team.called
+        self._world.wish = self._world.wish or (team.sent_home and self._saver.enabled)  # so that nothing is lost
 
     def _settle(self, team: Team) -> None:
         if not team.settle():
@@ -279,9 +290,18 @@ class Loop:
             self._lead()
 
     def _changed(self, change: Change) -> None:
+        self._status.enter(self._meter.epoch, self._replica.epoch_step, self._steps(change.size))
         self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
         if self._world.group.rank == 0:
             print(f"paceline: {change.text}", file=sys.stderr)
+
+    def _steps(self, size: int) -> int:
+        """Of this epoch, those to come taken by so many; 0: not known."""
+        loader = self._loaders[0] if self._loaders else None
+        if loader is None or loader.whole is None or loader.source.length is None:
+            return 0
+        left = loader.source.length - int(loader.committed()["consumed"])
+        return self._meter.step - self._replica.epoch_step + -(-left // (loader.batch_size * size))
 
     def warn_of_untracked(self) -> None:
         """A scheduler that no checkpoint holds."""

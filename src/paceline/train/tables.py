@@ -1,4 +1,4 @@
-"""The tables of the report: members, checkpoints, warnings. Everything that comes from the run is escaped."""
+"""The tables of the report: members, how they came and went, checkpoints, warnings. All text is escaped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline.train.figures import clean, value
 from paceline.train.history import History
 from paceline.train.story import SPLIT
 from paceline.train.summary import Share, Summary
+from paceline.train.views import HEADS, Views
 
 _MOST_ROWS = 50  # of checkpoints and warnings
 
@@ -57,6 +58,18 @@ def members(summary: Summary) -> str:
 
 def _kind(member: Share, summary: Summary) -> str:
     return "slow" if member.rank == summary.slowest else "one"
+
+
+def views(views: Views | None) -> str:
+    if views is None:
+        return ""
+    rows = []
+    for view in views.last[::-1]:
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in view.cells)
+        rows.append(f"<tr>{cells}<td{_TEXT}>{html.escape(view.reason)}</td></tr>")
+    more = views.changes - len(rows)
+    note = f'<p class="note">and {more:,} before them</p>' if more else ""
+    return f'<p class="facts">{html.escape(views.line)}</p>' + _table((*HEADS, " because"), rows) + note
 
 
 def checkpoints(checkpoints: list[Event], run_dir: Path) -> str:

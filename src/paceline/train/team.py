@@ -219,6 +219,12 @@ class Team:
         heard = self._line.newest
         return heard is not None and heard.view.number > self._number
 
+    @property
+    def sent_home(self) -> bool:
+        """Whether all members are to leave."""
+        heard = self._line.newest
+        return self.called and heard is not None and not heard.view.members
+
     def turn(self) -> bool:
         """The loop begins its next turn; whether it is one that counts."""
         self.turns += 1

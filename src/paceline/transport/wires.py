@@ -29,9 +29,16 @@ class Wires:
         self._desk: Callable[[Channel], None] | None = None
         self._newest = 0  # number of the newest view that was heard of
 
-    def describe(self, rank: int, host: str) -> Member:
+    def describe(self, rank: int, host: str, labels: tuple[str, ...] = ()) -> Member:
         """This member as the others will see it."""
-        return Member(rank=rank, host=host, pid=os.getpid(), address=self._listener.address, local=self._door.name)
+        return Member(
+            rank=rank,
+            host=host,
+            pid=os.getpid(),
+            address=self._listener.address,
+            local=self._door.name,
+            labels=labels,
+        )
 
     def join(self, view: View, rank: int, *, limit_s: float, status: Status) -> None:
         """Connect to the members of this host; channels to other hosts are opened when first used.
