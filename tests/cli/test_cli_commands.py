@@ -79,7 +79,7 @@ def test_flags_become_settings():
     text = (
         "--strategy async --servers 3 --codec sign --name a --root r --fresh --seed 1 --device cuda:1 --transport gloo "
         "--progress off --checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite "
-        "--lr-rule sqrt"
+        "--lr-rule sqrt --stragglers less"
     )
     args = shlex.split(text)
     settings = flags.settings_of(parser.parse_args(args))
@@ -101,6 +101,7 @@ def test_flags_become_settings():
         join_limit_s=1.5,
         wait_limit_s=2,
         lr_rule="sqrt",
+        stragglers="less",
         check_finite=True,
     )
     assert flags.settings_of(parser.parse_args([])) == Settings()

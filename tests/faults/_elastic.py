@@ -27,6 +27,7 @@ def run_with(
     env: Mapping[str, str] | None = None,
     root: Path | None = None,
     means: Mapping[str, Any] | None = None,
+    stragglers: str = "tell",
 ) -> Result:
     """Train to the end while the plan is carried out."""
     kept, ledger = Kept(), tmp_path / "ledger"
@@ -36,7 +37,12 @@ def run_with(
         args=("--ledger", str(ledger), "--epochs", str(epochs), "--step-s", "0.01", *args),
         num_members=most,
         settings=Settings().with_(
-            root=str(root or tmp_path / "runs"), name="it", progress="off", wait_limit_s=60.0, checkpoint_every_s=0.5
+            root=str(root or tmp_path / "runs"),
+            name="it",
+            progress="off",
+            wait_limit_s=60.0,
+            checkpoint_every_s=0.5,
+            stragglers=stragglers,
         ),
         threads=1,
         elastic=(elastic := Elastic(least=least, most=most, silence_s=1.5)),

@@ -75,7 +75,10 @@ class Links:
 
 
 def find(links: Mapping[int, Told], turn_s: float, slower: float) -> dict[int, Slow]:
-    """By rank: whose part in slow links explains them, with the slowest; `turn_s` is how long a turn takes."""
+    """By rank: whose part in slow links explains them, with one of them, its own if that is slow.
+
+    `turn_s` is how long a turn takes.
+    """
     told = {rank: link for rank, link in links.items() if link.bytes_per_s}
     fastest = max((link.bytes_per_s for link in told.values()), default=0.0)
     slow = {
@@ -88,7 +91,8 @@ def find(links: Mapping[int, Told], turn_s: float, slower: float) -> dict[int, S
     while slow:
         ends = [*slow, *(link.to for link in slow.values())]
         worst = max(dict.fromkeys(ends), key=ends.count)  # of equals, a sender
-        rank = min((r for r, link in slow.items() if worst in (r, link.to)), key=lambda r: slow[r].bytes_per_s)
+        part = [r for r, link in slow.items() if worst in (r, link.to)]
+        rank = worst if worst in part else min(part, key=lambda r: slow[r].bytes_per_s)
         found[worst] = Slow(rank, slow[rank].to, slow[rank].bytes_per_s, usual)
         slow = {r: link for r, link in slow.items() if worst not in (r, link.to)}
     return found if len(found) <= max(1, (len(told) - 1) // 2) else {}

@@ -160,6 +160,7 @@ class Loop:
         self._status.set("training")
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
         self._meter.start()
+        self._pacing.start()
 
     def _leave_epoch(self, epoch: int) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes

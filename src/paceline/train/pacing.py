@@ -57,7 +57,7 @@ class Pacing:
         self._events = events
         self._loaders = loaders
         self._team = team
-        self._cpu_s = time.process_time()
+        self.start()
         self.regrouped()
 
     def regrouped(self) -> None:
@@ -67,6 +67,10 @@ class Pacing:
         self._window: list[list[float]] = []  # everyone's own time for an equal share, turn by turn
         self._skip = False  # what is told next was measured before the shares were changed
         self._asked = 0  # turns until another one may be asked to leave
+
+    def start(self) -> None:
+        """Measure from now: what lies before (set-up, evaluation) belongs to no turn."""
+        self._cpu_s = time.process_time()
 
     def begin(self, strategy: Strategy) -> None:
         """Before the first batch: say what cannot be done."""
@@ -136,7 +140,7 @@ class Pacing:
         speeds = [1 / seconds for seconds in times]
         wanted = [widths_of(speeds, loader.batch_size) for loader in self._shared]
         pairs = [pair for loader, widths in zip(self._shared, wanted) for pair in zip(loader.widths, widths)]
-        if not any(abs(now - old) > _CHANGE * old for old, now in pairs):
+        if not any(abs(now - old) > max(_CHANGE * old, 1) for old, now in pairs):  # one sample more may be chance
             return
         for loader, widths in zip(self._shared, wanted):
             loader.share(widths)
