@@ -100,6 +100,7 @@ class History:
         self.epochs = Curve()  # at which step each epoch began
         self.times: dict[int, Times] = {}  # by rank
         self.checkpoints: list[Event] = []
+        self.stragglers: list[Event] = []  # and changes of shares
         self.warnings: Counter[tuple[int, str]] = Counter()  # (rank, message), in the order of their first time
         self.step = 0
         self.began = 0.0
@@ -194,5 +195,7 @@ def _take(event: Event, history: History) -> None:
         curve.add(int(value(history.step if step is None else step)), event.get("value"))
     elif kind == "checkpoint":
         history.checkpoints.append(event)
+    elif kind in ("straggler", "shares"):
+        history.stragglers.append(event)
     elif kind == "end":
         history.end = event

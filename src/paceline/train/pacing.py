@@ -168,7 +168,13 @@ class Pacing:
     def _tell(self, slow: Straggler, done: str) -> None:
         name = self._names[slow.rank]
         self._events.emit(
-            "straggler", member=name, times=slow.times, reason=slow.reason, done=done, step=self._meter.step
+            "straggler",
+            member=name,
+            times=slow.times,
+            reason=slow.reason,
+            text=slow.text,
+            done=done,
+            step=self._meter.step,
         )
         self._print(f"member {name} {slow.text}" + (f"; it is {done}" if done not in ("told", "gets less") else ""))
 

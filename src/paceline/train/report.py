@@ -59,6 +59,7 @@ def page(history: History, run_dir: Path) -> str:
         _section("Samples per second over training time", _speed(history, keyed)),
         _section("Where the time went", _stacks(history, summary, keyed)),
         _section("Members", tables.members(summary)),
+        _section("Stragglers", tables.stragglers(history)),
         _section("Checkpoints", tables.checkpoints(history.checkpoints, run_dir)),
         _section("Warnings", tables.warnings(history)),
     ]
