@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -160,3 +161,26 @@ def test_what_binds_samples_to_members_has_no_shares() -> None:
         member.loader.share([7, 3])
     with pytest.raises(ConfigError, match="add up to a global batch"):
         Member(40, 5, 1, 2).loader.share([7, 4])
+
+
+class Slow(torch.utils.data.Dataset[int]):
+    """Slow enough that its batches are fetched ahead."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, number: int) -> int:
+        time.sleep(0.002)
+        return number
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_was_fetched_ahead_with_other_shares_is_dropped(workers: int) -> None:
+    loaders = [Loader(Slow(), batch_size=5, rank=rank, size=2, workers=workers) for rank in range(2)]
+    loops = [iter(loader) for loader in loaders]
+    drawn = [batch.tolist() for _ in range(2) for batch in map(next, loops)]
+    for loader in loaders:
+        loader.share([8, 2])
+    rest = [batch.tolist() for loop in loops for batch in loop]
+    assert [len(batch) for batch in rest] == [8] * 4 + [2] * 4
+    assert sorted(number for batch in drawn + rest for number in batch) == list(range(60))

@@ -111,7 +111,7 @@ def test_who_was_slow_and_what_was_done_is_on_the_page(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     assert "Stragglers" in page.of("h2")
     cells = page.of("td")
-    assert cells[:4] == ["20", "1", "takes <2.2> times as long", "gets less"]
+    assert "20, 1, takes <2.2> times as long, gets less" in ", ".join(cells)
     assert "11 samples for 0, 5 samples for 1" in cells
     assert "1,050" in cells
 
