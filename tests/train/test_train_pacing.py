@@ -34,6 +34,7 @@ def test_with_unequal_shares_the_gradient_is_still_the_mean_over_the_global_batc
     assert "drew [8, 8, 3, 3, 2]" in second.output, second.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "strategy", "said"),
     [
