@@ -52,6 +52,28 @@ def test_those_who_came_begin_at_the_limit_and_the_late_one_joins():
     assert [ids(v) for v in world.views.values()] in ([[0, 1], [0, 1, 2]], [[0], [0, 1], [0, 1, 2]])
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_member_leaves_and_is_not_replaced(slow):
+    world = World({"a": 2, "b": 2}, least=2, target=4, most=4)
+    assert formed(world) == [0, 1, 2, 3]
+    world.do(lambda r: r.slow(slow, "takes twice as long", world.now))
+    world.do(lambda r: r.slow(2, "takes twice as long", world.now))  # one at a time
+    assert formed(world, 30.0) == [id for id in range(4) if id != slow]
+    assert not process(world, slow).alive
+    seen = next(m for m in world.picture().members if m.id == slow)
+    assert (seen.state, seen.why) == ("drained", "was asked to leave: takes twice as long")
+    world.do(lambda r: r.scale(4, world.now))
+    assert sorted(formed(world, 30.0)) == [0, 1, 2, 3]
+
+
+def test_nobody_leaves_for_being_slow_where_the_least_are_there():
+    world = World({"a": 2}, least=2, target=2, most=4)
+    assert formed(world) == [0, 1]
+    world.do(lambda r: r.slow(1, "takes twice as long", world.now))
+    world.do(lambda r: r.slow(3, "nobody knows it", world.now))
+    assert formed(world, 30.0) == [0, 1]
+
+
 def test_too_few_at_the_limit_are_told_who_is_missing():
     world = World({"a": 1}, least=2, target=2, most=2)
     world.run(25)
@@ -446,6 +468,7 @@ OPS = (
     "break",
     "scale",
     "drain",
+    "slow",
     "wait",
     "host",
 )
@@ -475,6 +498,8 @@ def disturb(world, op, pick):
         world.kill(one)
     elif one and op in ("pause", "resume"):
         one.paused = op == "pause"
+    elif one and op == "slow":
+        world.do(lambda r: r.slow(one.id, "is slow", world.now))
     elif one and op == "cut":
         one.cut = True
         world.hang_up(one)
@@ -563,6 +588,7 @@ def word(roster, rng, number, now):
         (2, lambda: roster.ended(host, id, rng.choice([0, 1, -9]), now)),
         (0.1, lambda: roster.drain_host(host, now)),
         (1, lambda: roster.scale(rng.randrange(1, 5), now)),
+        (1, lambda: roster.slow(id, "is slow", now)),
         (6, lambda: roster.tick(now)),
     ]
     with contextlib.suppress(ConfigError, Interrupted):

@@ -116,6 +116,12 @@ SETTINGS = (
         names.lr_rule,
         "with -n MIN:MAX and fewer than MAX members: the learning rate in proportion to them, or to its square root",
     ),
+    Flag(
+        "stragglers",
+        _words(names.STRAGGLERS),
+        names.stragglers,
+        "members that are slower than the others: name them, give them less of each batch, or (-n MIN:MAX) let them go",
+    ),
     Flag("progress", _words(names.PROGRESS), names.progress, "auto: a display on a terminal, else plain lines"),
     Flag("check_finite", "", bool, "stop on a gradient that is not finite, naming member and parameter"),
 )

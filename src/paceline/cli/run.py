@@ -113,8 +113,7 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
         )
     settings = settings_of(given)
     elastic = _elastic(given)
-    if elastic:
-        beforehand.check_elastic(settings)
+    (beforehand.check_elastic if elastic else beforehand.check_fixed)(settings)
     num_servers, _ = servers.choose(settings.strategy, settings.servers, given.members.most)
     return JobSpec(
         script=rest[0],

@@ -6,10 +6,13 @@ scheduler is asked as well: it knows who is in the view, who was lost and how, a
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from paceline.cli import queue, runs
 from paceline.cli.flags import Parser
@@ -21,6 +24,7 @@ from paceline.launch import reach
 from paceline.membership import agent_line
 
 _LIMIT_S = 2.0  # for the scheduler's answer
+_TAIL_BYTES = 1 << 20  # of the events, which may be long
 _WAITS = re.compile(r"\bwaiting\b")
 _WAITS_FOR = re.compile(r"waiting for members? (\d+(?:(?:, | and )\d+)*)")
 
@@ -50,8 +54,34 @@ def describe(directory: Path) -> list[str]:
 
 
 def _lines(known: Known) -> list[str]:
-    told = [*_table(known), *queue.lines(known)]
-    return [*told, *_elastic(known)] if known.run and known.run.least else told
+    elastic = _elastic(known) if known.run and known.run.least else []
+    slow = _slow(known.directory / "events" / "rank-0.jsonl")
+    return [*_table(known), *queue.lines(known), *elastic, *slow]
+
+
+def _slow(events: Path) -> list[str]:
+    """Who was found to hold the others up lately."""
+    try:
+        with events.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = [line for line in file.read().splitlines() if b'"straggler"' in line]
+    except OSError:
+        return []
+    found: dict[object, str] = {}  # by member: the last word of each
+    for line in lines:
+        try:
+            event = msgspec.json.decode(line, type=_Straggler)
+        except (msgspec.DecodeError, UnicodeDecodeError):  # torn, or of another kind
+            continue
+        found[event.member] = f"slow: member {event.member} {event.text} (step {event.step}; {event.done})"
+    return list(found.values())
+
+
+class _Straggler(msgspec.Struct, tag_field="kind", tag="straggler"):
+    member: int
+    text: str
+    done: str
+    step: int
 
 
 def _elastic(known: Known) -> list[str]:

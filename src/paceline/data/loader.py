@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, NamedTuple, Never
 
@@ -262,8 +262,35 @@ class Loader:
         `idle`: beside the one that has this rank, and to be handed the same batches, which count for nothing here.
         """
         self._idle = idle
+        self._turn_to(state, dataclasses.replace(self.terms, rank=rank, size=size, widths=()))
+
+    @property
+    def evenly(self) -> str:
+        """Why members' shares of a global batch cannot follow their speed; "": they can."""
+        return self.source.evenly
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Each member's samples of a global batch."""
+        return self.terms.widths or (self.batch_size,) * self.terms.size
+
+    def share(self, widths: Sequence[int]) -> None:
+        """From the next batch on member i gets widths[i] of each global batch, which stays as large as it was.
+
+        Called by all members with the same widths, between the same two steps.
+        """
+        if self.evenly:
+            raise ConfigError(f"the loader cannot give members unequal shares: {self.evenly}")
+        if len(widths) != self.terms.size or sum(widths) != self.terms.size * self.batch_size or min(widths) < 1:
+            raise ConfigError(f"widths={list(widths)}: {self.terms.size} numbers above 0 that add up to a global batch")
+        even = all(width == self.batch_size for width in widths)
+        coming = self._coming
+        self._turn_to(self.state_dict(), dataclasses.replace(self.terms, widths=() if even else tuple(widths)))
+        self._coming = coming
+
+    def _turn_to(self, state: dict[str, Any], terms: Terms) -> None:
         live = [batches for batches in self._live if batches.feed is self._feed and not batches.over]
-        self.terms = dataclasses.replace(self.terms, rank=rank, size=size)
+        self.terms = terms
         self.source = source_of(self.dataset, self.terms, self._agree)
         self.load_state_dict(state)
         if live and self.terms.pad:

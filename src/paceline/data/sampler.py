@@ -6,7 +6,8 @@ whose queue is empty before the others' takes part with a filler: samples it rep
 
 How far an epoch has come is kept as its history, `[[size, batch_size, batches], ...]`: so many global batches
 were taken by so many members. Replaying it on any number of members gives the samples that are left, so a run
-saved on two members goes on with four or one, and no sample is lost or visited twice.
+saved on two members goes on with four or one, and no sample is lost or visited twice. Where members had unequal
+shares (`widths`, which add up to size * batch_size), these stand behind: `[2, 8, batches, 10, 6]`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from paceline.core.errors import ConfigError, Interrupted
 from paceline.data.kinds import Kinds, Parts
 from paceline.data.partition import Partition
 from paceline.data.randomness import mix, permutation
+from paceline.data.shares import deal as deal_out
 
 History = list[list[int]]
 
@@ -70,6 +72,7 @@ class Sampler:
     rank: int
     size: int
     drop_last: bool = False
+    widths: tuple[int, ...] = ()  # each member's samples of a global batch; (): batch_size each
 
     def __post_init__(self) -> None:
         self.partition.check(self.length, self.size)
@@ -84,14 +87,21 @@ class Sampler:
         """The way through the rest of an epoch."""
         order = permutation(self.length, seed, epoch) if self.shuffle else torch.arange(self.length)
         rest, done, before = order, 0, list(history)
-        if before and before[-1][:2] == [self.size, self.batch_size]:
+        if before and [*before[-1][:2], *before[-1][3:]] == [self.size, self.batch_size, *self.widths]:
             done = before.pop()[2]  # the same division goes on
-        for size, batch_size, batches in before:
+        for size, batch_size, batches, *widths in before:
             taken = torch.zeros(self.length, dtype=torch.bool)
-            for queue in self.partition.share(rest, self.length, size, batch_size):
-                taken[queue[: batches * batch_size]] = True
+            for queue, width in zip(self._queues(rest, size, batch_size, widths), widths or [batch_size] * size):
+                taken[queue[: batches * width]] = True
             rest = rest[~taken[rest]]
         return Course(self, seed, epoch, before, rest, done, spare=order[:1])
+
+    def queues(self, rest: Tensor) -> list[Tensor]:
+        """Divide what is left of an epoch among the members."""
+        return self._queues(rest, self.size, self.batch_size, self.widths)
+
+    def _queues(self, rest: Tensor, size: int, batch_size: int, widths: Sequence[int]) -> list[Tensor]:
+        return deal_out(rest, widths) if widths else self.partition.share(rest, self.length, size, batch_size)
 
     def dealt(self, seed: int, epoch: int, deal: Deal, kinds: Kinds | None = None) -> DealtCourse:
         """The way through an epoch of which this member gets batches as it asks for them."""
@@ -113,41 +123,41 @@ class Course:
         *,
         spare: Tensor,
     ) -> None:
-        size = sampler.size
         self.sampler, self.epoch, self.done = sampler, epoch, done
         self._before, self._seed, self._spare = before, seed, spare
         self._consumed_before = sampler.length - len(rest)
-        queues = sampler.partition.share(rest, sampler.length, size, sampler.batch_size)
+        queues = sampler.queues(rest)
         self.queue = queues[sampler.rank]
         self._lengths = [len(queue) for queue in queues]
+        self._widths = sampler.widths or (sampler.batch_size,) * sampler.size
+        self._width = self._widths[sampler.rank]
         if sampler.drop_last:  # a global batch counts as complete when every member's part is
-            self.batches = min(self._lengths) // sampler.batch_size
+            self.batches = min(length // width for length, width in zip(self._lengths, self._widths))
         else:
-            self.batches = -(-max(self._lengths) // sampler.batch_size)
+            self.batches = max(-(-length // width) for length, width in zip(self._lengths, self._widths))
 
     @property
     def own_batches(self) -> int:
         """How many of the batches have real samples on this member."""
-        return min(self.batches, -(-len(self.queue) // self.sampler.batch_size))
+        return min(self.batches, -(-len(self.queue) // self._width))
 
     def turns(self, pad: bool = True, *, wait: bool = True) -> Iterator[Turn]:
         """This member's part in each global batch from `done` on; without `pad`, no fillers."""
         return map(self.turn, range(self.done, self.batches if pad else self.own_batches))
 
     def turn(self, number: int) -> Turn:
-        width = self.sampler.batch_size
+        width = self._width
         indices = self.queue[number * width : (number + 1) * width]
         if len(indices):
             return Turn(number, indices, len(indices))
         # As many as the fullest member has: layers such as batch norm refuse a batch of one.
-        most = min(width, max(self._lengths) - number * width)
+        most = min(width, max(length - number * w for length, w in zip(self._lengths, self._widths)))
         own = self.queue[-most:] if len(self.queue) else self._spare
         return Turn(number, own.repeat(-(-most // len(own)))[:most], 0)
 
     def real(self, number: int) -> int:
         """How many real samples this member has in a global batch."""
-        width = self.sampler.batch_size
-        return max(0, min(width, len(self.queue) - number * width))
+        return max(0, min(self._width, len(self.queue) - number * self._width))
 
     def seed(self, number: int) -> int:
         """For what the dataset draws while it makes this member's part of a global batch."""
@@ -155,14 +165,14 @@ class Course:
 
     def consumed(self, done: int) -> int:
         """Samples of this epoch that all members together have consumed after `done` global batches."""
-        reach = done * self.sampler.batch_size
-        lengths = self._lengths[:1] if self.sampler.partition.whole else self._lengths
-        return self._consumed_before + sum(min(reach, length) for length in lengths)
+        queues = list(zip(self._lengths, self._widths))
+        queues = queues[:1] if self.sampler.partition.whole else queues
+        return self._consumed_before + sum(min(done * width, length) for length, width in queues)
 
     def history(self, done: int | None = None) -> History:
         done = self.done if done is None else done
-        now = [[self.sampler.size, self.sampler.batch_size, done]] if done else []
-        return self._before + now
+        now = [self.sampler.size, self.sampler.batch_size, done, *self.sampler.widths]
+        return [*self._before, now] if done else self._before
 
 
 class DealtCourse(Course):

@@ -42,6 +42,7 @@ class Terms:
     deal: Deal | None = None  # batches are dealt out as members ask for them, where no partition is given
     bound: Bound | None = None  # each sample to members with a label
     labels: tuple[str, ...] = ()  # that some member has
+    widths: tuple[int, ...] = ()  # unequal shares of a global batch, where the source can have them
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -86,7 +87,7 @@ class MapSource:
             batch_size=terms.batch_size,
             drop_last=terms.drop_last,
         )
-        self._even = even(rank=terms.rank, size=terms.size)
+        self._even = even(rank=terms.rank, size=terms.size, widths=() if self.evenly else terms.widths)
         self.sampler = even(rank=0, size=1) if self._dealt else self._even
         self.fetch = fetcher(dataset, terms.collate)
         if isinstance(partition, Columns):
@@ -95,6 +96,18 @@ class MapSource:
     @property
     def in_memory(self) -> bool:
         return isinstance(self.fetch, TensorFetch)
+
+    @property
+    def evenly(self) -> str:
+        """Why members' shares of a global batch cannot follow their speed; "": they can."""
+        partition = self.terms.partition
+        if self._dealt:
+            return "its batches are dealt out as members ask for them, so a fast one gets more already"
+        if not self.terms.pad:
+            return "it is for evaluation"
+        if not isinstance(partition, Shuffled | None):
+            return f"partition={type(partition).__name__} says which member gets which samples"
+        return ""
 
     @cached_property
     def batches(self) -> int | None:
@@ -141,6 +154,7 @@ class StreamSource:
     """An iterable dataset, read whole by every member."""
 
     in_memory = False
+    evenly = "every member reads the whole stream and takes its own batches"
 
     def __init__(self, dataset: Any, terms: Terms) -> None:
         self.dataset, self.terms = dataset, terms
@@ -171,6 +185,7 @@ class FileSource:
     """A dataset in files, of which each member opens only its own."""
 
     in_memory = False
+    evenly = "every member reads files of its own"
     batches = None  # unknown before all files have been read
 
     def __init__(self, dataset: Files, terms: Terms, agree: Agree | None) -> None:

@@ -38,6 +38,15 @@ def check_elastic(settings: Settings) -> None:
         )
 
 
+def check_fixed(settings: Settings) -> None:
+    """Refuse what needs members that may go."""
+    if settings.stragglers == "drop":
+        raise ConfigError(
+            "--stragglers drop: members can leave only a run that goes on without them; give -n MIN:MAX, or use "
+            "--stragglers tell or less"
+        )
+
+
 def check_strategy(text: str, codec: str = "") -> None:
     """Make the strategy once. Names alone are checked by `names`; only options, and codecs that a strategy may not
     take, are worth importing torch for."""

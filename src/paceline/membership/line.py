@@ -24,6 +24,7 @@ from paceline.membership.orders import (
     NewView,
     Noted,
     Ready,
+    Slow,
     Standing,
     ToMember,
     decode,
@@ -113,6 +114,10 @@ class Line:
     def formed(self, view: int, step: int) -> None:
         """All of `view` have met, and go on from a step."""
         self._say(Formed(view, step))
+
+    def slow(self, id: int, why: str) -> None:
+        """A member holds the others up: it should leave. A wish that is lost is made again by who made it."""
+        self._tie.send(encode(Slow(id, why)))
 
     def leave(self, reason: str) -> None:
         """Do not wait for me: finished, drained or failed. Returns when the scheduler knows, or after some seconds; at

@@ -140,6 +140,11 @@ class Roster:
             self._forming.formed(now)
             self._forming.settle(now)
 
+    def slow(self, id: int, why: str, now: float) -> None:
+        """A member holds the others up, who ask that it leaves."""
+        self._staff.shed(id, why, now)
+        self._forming.settle(now)
+
     def leave(self, id: int, reason: str, now: float) -> None:
         """A member goes: finished, drained or failed."""
         books, seat = self._books, self._books.seats[id]

@@ -72,6 +72,18 @@ class Staff:
             self.drain(seat, now)
         return f"{len(have)} to {size} members: {_names(juniors)} will leave"
 
+    def shed(self, id: int, why: str, now: float) -> None:
+        """Let one member less be there, without this one: unless there would be too few, or others are on their way."""
+        books, run = self._books, self._books.run
+        if run.over is not None or not run.formed or id not in run.ids or len(run.ids) <= books.rules.least:
+            return
+        if any(not self._books.seats[i].here or self._books.seats[i].draining for i in run.ids):
+            return
+        seat = books.seats[id]
+        seat.wanted, seat.why = False, f"was asked to leave: {why}"
+        run.target, books.dirty = max(books.rules.least, run.target - 1), True
+        self.drain(seat, now)
+
     def drain(self, seat: Seat, now: float) -> None:
         """Let the member of this seat finish what it does, and go."""
         books, watch = self._books, self._books.watch[seat.id]

@@ -112,7 +112,7 @@ class World:
         self.waited_s = 0.0  # in the strategy, besides what the group counts
         self.wish = False  # this member would like a pause between two steps, for a checkpoint
         self.granted = False  # some member wished, and all know it
-        self.pace = (0.0, 0.0, 0.0)  # this member's last turn: seconds for data and computing, and of processor time
+        self.pace: tuple[float, ...] = ()  # this member's last turn, as `paceline.train.stragglers` tells it
         self.paces: list[float] = []  # everyone's, one after another, where the strategy tells them
         self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
         # By course: the batches whose gradients a step of now has, where they are dealt out

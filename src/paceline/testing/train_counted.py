@@ -27,21 +27,25 @@ def main() -> None:
     parser.add_argument(
         "--frozen-mb", type=int, default=0, help="of parameters that are not trained, to make heavy states"
     )
+    parser.add_argument("--sample-s", type=float, default=0.0, help="and that each sample of it takes")
+    parser.add_argument("--slow", type=int, default=-1, help="a member that takes three times as long for a sample")
+    parser.add_argument("--width", type=int, default=32, help="of the model")
     options = parser.parse_args()
 
     run = paceline.join()
     torch.manual_seed(run.seed)
-    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    net = nn.Sequential(nn.Linear(8, options.width), nn.ReLU(), nn.Linear(options.width, 2))
     net.register_parameter("heavy", nn.Parameter(torch.ones(options.frozen_mb << 18), requires_grad=False))
     model = Counted(net, options.samples).to(run.device)
     optimizer = torch.optim.SGD(model.groups(momentum=0.9), lr=0.05)
     optimizer = run.optimizer(optimizer, model)
     loader = run.loader(Numbered(options.samples), batch_size=options.batch_size)
     book = Book(run, model, loader, options.epochs, options.ledger)
+    sample_s = options.sample_s * (3 if book.member == options.slow else 1)
 
     for _ in run.epochs(options.epochs):
         for x, y, numbers in loader:
-            time.sleep(options.step_s)
+            time.sleep(options.step_s + sample_s * len(x))
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y) + model.count(numbers)
             loss.backward()  # type: ignore[no-untyped-call]

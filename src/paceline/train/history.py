@@ -102,6 +102,7 @@ class History:
         self.times: dict[int, Times] = {}  # by rank
         self.checkpoints: list[Event] = []
         self.counted = Counted()  # changes of view since the last start
+        self.stragglers: list[Event] = []  # and changes of shares
         self.warnings: Counter[tuple[int, str]] = Counter()  # (rank, message), in the order of their first time
         self.step = 0
         self.began = 0.0
@@ -203,5 +204,7 @@ def _take(event: Event, history: History) -> None:
     elif kind == "view":
         began = history.starts[-1].get("time") if history.starts else 0.0
         history.counted.add(event, value(began or 0.0))
+    elif kind in ("straggler", "shares"):
+        history.stragglers.append(event)
     elif kind == "end":
         history.end = event

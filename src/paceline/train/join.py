@@ -31,6 +31,7 @@ from paceline.server.dealing import Dealer
 from paceline.server.outside.desk import Desk
 from paceline.strategies import AllReduce, Strategy, choose, make_strategy, words_of
 from paceline.strategies.server import Served
+from paceline.train import pacing
 from paceline.train.ending import Ending
 from paceline.train.progress import MODES, make_progress
 from paceline.train.rates import RULES, factor
@@ -257,7 +258,12 @@ def _without_effect(given: dict[str, Any], agreed: Settings) -> list[str]:
 
 
 def _check_words(settings: Settings) -> None:
-    for kind, known in {"transport": TRANSPORTS, "progress": MODES, "lr_rule": RULES}.items():
+    for kind, known in {
+        "transport": TRANSPORTS,
+        "progress": MODES,
+        "lr_rule": RULES,
+        "stragglers": pacing.RULES,
+    }.items():
         if (word := getattr(settings, kind)) not in known:
             raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
     make_strategy(settings.strategy, settings.codec)

@@ -17,16 +17,15 @@ import torch
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.events import Events
 from paceline.core.status import Status
-from paceline.core.step import StepReport
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
+from paceline.train.pacing import Pacing
 from paceline.train.replica import Replica
 from paceline.train.saving import Saver
-from paceline.train.stragglers import Pace, Stragglers
 from paceline.train.team import Change, Team
 from paceline.train.window import Window
 from paceline.transport.group import Group
@@ -51,6 +50,7 @@ class Loop:
         team: Team | None,
         rate: Callable[[int], float],
         lead: Callable[[], object],
+        stragglers: str = "tell",
     ) -> None:
         self.under_way = False  # within the loop over epochs
         self.window = Window(self._warn)
@@ -78,8 +78,7 @@ class Loop:
             on_group=self._regrouped,
         )
         self._here = set(world.group.ranks)
-        self._stragglers = Stragglers()
-        self._cpu_s = time.process_time()
+        self._pacing = Pacing(stragglers, world=world, meter=meter, events=events, loaders=loaders, team=team)
         if team:
             world.elastic = True
             world.together, world.mend = team.do, team.mend
@@ -109,7 +108,7 @@ class Loop:
             self._team.commits += 1
             self._replica.committed()
         if optimizer is self._optimizers[0]:
-            self._watch_pace(self._meter.after_step())
+            self._pacing.after_step(self._meter.after_step())
             saves = self._world.granted or (self._world.group.size == 1 and self._world.wish)
             self._replica.saving = self._replica.saving or saves
             self._world.granted = False
@@ -139,6 +138,7 @@ class Loop:
             place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
         else:
             place = self._saver.resume()
+        self._pacing.begin(self._strategy)
         if place is not None:
             self._meter.step, _, self._replica.epoch_step = place
             self._status.step = self._meter.step
@@ -173,6 +173,7 @@ class Loop:
         self._status.set("training")
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
         self._meter.start()
+        self._pacing.start()
 
     def _leave_epoch(self, epoch: int) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
@@ -264,25 +265,13 @@ class Loop:
         group = self._world.group
         return group.ranks_here if isinstance(group, HubGroup) else group.ranks
 
-    def _watch_pace(self, report: StepReport) -> None:
-        before, self._cpu_s = self._cpu_s, time.process_time()
-        self._world.pace = (report.data_s, report.compute_s, self._cpu_s - before)
-        paces, self._world.paces = self._world.paces, []
-        if not paces:
-            return
-        everyone = [Pace(*paces[i : i + 3]) for i in range(0, len(paces), 3)]
-        for slow in self._stragglers.note(everyone):
-            name = self._team.id_of(slow.rank) if self._team else slow.rank
-            self._events.emit("straggler", member=name, times=slow.times, reason=slow.reason, step=self._meter.step)
-            if self._world.group.rank == 0:
-                print(f"paceline: member {name} {slow.text}", file=sys.stderr)
-
     def _regrouped(self, group: Group) -> None:
         old, self._world.group = self._world.group, group
         if old is not group:  # what a group counts begins anew
             self._world.sent_bytes += old.sent_bytes
             self._world.waited_s += old.waited_s
         self._meter.size = group.size
+        self._pacing.regrouped()
         self._here = set(group.ranks)
         self._world.granted = False
         if group.rank == 0 and not self._leads:

@@ -150,7 +150,8 @@ class Replica:
     def _deal_anew(self) -> None:
         rank, size = self._seat
         for loader in self._loaders:
-            if not self._healing or (loader.terms.rank, loader.terms.size) != (rank, size):
+            terms = loader.terms
+            if not self._healing or (terms.rank, terms.size, terms.widths) != (rank, size, ()):
                 loader.go_on(loader.committed(), rank, size, idle=self._idle)
 
     @property

@@ -60,6 +60,7 @@ def page(history: History, run_dir: Path) -> str:
         _section("Where the time went", _stacks(history, summary, keyed)),
         _section("Members", tables.members(summary)),
         _section("Members that came and went", tables.views(summary.views)),
+        _section("Stragglers", tables.stragglers(history)),
         _section("Checkpoints", tables.checkpoints(history.checkpoints, run_dir)),
         _section("Warnings", tables.warnings(history)),
     ]

@@ -128,6 +128,7 @@ class Run:
             team=team,
             rate=rate,
             lead=lead,
+            stragglers=settings.stragglers,
         )
         self._began = False
         self._pool: Pool | None = None  # threads that train now

@@ -270,6 +270,15 @@ class Team:
         _let_go(error)
         self._form_next(error)
 
+    @property
+    def least(self) -> int:
+        """With fewer members nobody takes a step."""
+        return self._line.standing.least
+
+    def slow(self, id: int, why: str) -> None:
+        """Ask the scheduler to let a member leave that holds the others up."""
+        self._line.slow(id, why)
+
     def leave(self, reason: str) -> None:
         self._line.leave(reason)
 
