@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+SERVING = "serving"  # how what a server does begins, once the first epoch has begun
 _HEAD = struct.Struct("<QQqqdH")  # sequence, pid, step, epoch, since, length of the text
 _SIZE = 512
 _HOST_AT = 384  # to the end

@@ -69,7 +69,7 @@ class MapSource:
 
     def __init__(self, dataset: Any, terms: Terms, partition: Partition) -> None:
         self.length, self.terms = len(dataset), terms
-        self._dealt = terms.deal is not None and terms.partition is None and terms.pad
+        self.dealt = terms.deal is not None and terms.partition is None and terms.pad
         if not self.length:
             raise ConfigError(f"the dataset ({type(dataset).__name__}) is empty: check the path or the filter")
         even = partial(
@@ -81,7 +81,7 @@ class MapSource:
             drop_last=terms.drop_last,
         )
         self._even = even(rank=terms.rank, size=terms.size)
-        self.sampler = even(rank=0, size=1) if self._dealt else self._even
+        self.sampler = even(rank=0, size=1) if self.dealt else self._even
         self.fetch = fetcher(dataset, terms.collate)
         if isinstance(partition, Columns):
             self.fetch = self.fetch.cut(partial(partition.cut, rank=terms.rank, size=terms.size))
@@ -93,7 +93,7 @@ class MapSource:
     @cached_property
     def batches(self) -> int | None:
         course = self.sampler.begin(0, 0, [])
-        if self._dealt:
+        if self.dealt:
             return -(-course.batches // self.terms.size)  # where all are equally fast
         return course.batches if self.terms.pad else course.own_batches
 
@@ -103,7 +103,7 @@ class MapSource:
         return (course.batches if self.terms.pad else course.own_batches) - course.done
 
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
-        if self._dealt:
+        if self.dealt:
             assert self.terms.deal is not None
             if not self.terms.deal.deals:
                 return MapFeed(self.fetch, self._even.begin(seed, epoch, []), self.terms.pad)

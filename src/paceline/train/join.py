@@ -109,9 +109,11 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         group = team.group
     elif wires:
         status.set("connecting")
-        wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status)
-        if place.servers and chosen.forgives:
-            group = HubGroup(wires[0], range(place.workers), place.workers)
+        late_to = range(place.workers, place.size) if meeting.late else ()
+        wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status, late_to=late_to)
+        if place.servers and (chosen.forgives or meeting.replaces):
+            workers = range(place.workers)
+            group = HubGroup(wires[0], workers, place.workers, replaces=meeting.replaces, late=meeting.late)
             dealer = Dealer(wires[0], place.workers)
         else:
             group = _form(wires[0], place.workers, agreed.transport, device)
@@ -157,6 +159,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         servers=range(place.workers, place.size),
         dealer=dealer,
         team=team,
+        replaces=meeting.replaces,
+        late=meeting.late,
         rate=rate,
         lead=lead,
     )

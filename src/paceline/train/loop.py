@@ -22,6 +22,7 @@ from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
+from paceline.train.late import Late
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
 from paceline.train.replica import Replica
@@ -78,6 +79,9 @@ class Loop:
             on_group=self._regrouped,
         )
         self._here = set(world.group.ranks)
+        self._late: Late | None = None  # where lost workers are replaced
+        if world.replaces and isinstance(world.group, HubGroup) and isinstance(strategy, Served):
+            self._late = Late(world.group, saver, strategy, seed)
         self._stragglers = Stragglers()
         self._cpu_s = time.process_time()
         if team:
@@ -126,7 +130,10 @@ class Loop:
             self._team.begin(self._resume_for_all)
             place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
         else:
-            place = self._saver.resume()
+            if self._world.replaces:
+                self.warn_of_untracked()
+            place = self._late.enter() if self._late and self._world.late else self._saver.resume()
+            self._world.late = False
         if place is not None:
             self._meter.step, _, self._replica.epoch_step = place
             self._status.step = self._meter.step
@@ -159,6 +166,8 @@ class Loop:
             steps = self._loaders[0].whole if self._loaders else None
         self._status.set("training")
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
+        if self._late:
+            self._late.tell(epoch, self._meter.step)
         self._meter.start()
 
     def _leave_epoch(self, epoch: int) -> None:
@@ -171,9 +180,11 @@ class Loop:
             means = self._world.do(lambda group: metrics.weighted_means(group, scalars))
         for name, value in means.items():
             self.tell_metric(f"epoch/{name}", value)
-        for rank in sorted(self._here - set(self._present())):
+        for rank in sorted(self._here - set(self.present())):
             self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
-        self._here = set(self._present())
+        for rank in sorted(set(self.present()) - self._here):
+            self._events.emit("joined", member=rank, step=self._meter.step, epoch=epoch)
+        self._here = set(self.present())
         for loader in self._loaders:
             loader.enter_epoch(epoch + 1)
         self._replica.epoch_step = self._meter.step
@@ -226,7 +237,7 @@ class Loop:
         if self._world.group.size > 1:
             self._meter.waited(time.monotonic() - began)
 
-    def _present(self) -> Sequence[int]:
+    def present(self) -> Sequence[int]:
         """Who came to the last collective."""
         group = self._world.group
         return group.ranks_here if isinstance(group, HubGroup) else group.ranks
@@ -266,7 +277,7 @@ class Loop:
         scheduled = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self._optimizers)
         if not scheduled or self._saver.holds(torch.optim.lr_scheduler.LRScheduler):
             return
-        if self._team:
+        if self._team or self._world.replaces:
             raise ConfigError(
                 "a learning-rate scheduler drives this optimizer, and members that come or are behind could not get "
                 "its state from the others: add run.track(scheduler=scheduler)"

@@ -58,6 +58,8 @@ class Run:
         servers: Sequence[int] = (),
         dealer: Dealer | None = None,
         team: Team | None = None,
+        replaces: bool = False,
+        late: bool = False,
         rate: Callable[[int], float] = lambda size: 1.0,
         lead: Callable[[], object] = lambda: None,
     ) -> None:
@@ -82,12 +84,14 @@ class Run:
             wires=wires,
             servers=servers,
             limit_s=settings.wait_limit_s,
+            replaces=replaces,
+            late=late,
         )
         self._team = team
         self._saver = Saver(
             directory / "checkpoints",
             settings.checkpoint_keep,
-            settings.checkpoint_every_s,
+            0.0 if replaces else settings.checkpoint_every_s,  # those who come and go meet between epochs only
             self._world,
             events,
             settings.seed,
@@ -172,7 +176,8 @@ class Run:
         `batch_size` is per member. For the options see `paceline.data.Loader`.
         """
         _refuse_given("run.loader", options)
-        if self._team and (isinstance(options.get("partition"), ByFile) or isinstance(dataset, Uploads)):
+        comes_and_goes = self._team or self._world.replaces
+        if comes_and_goes and (isinstance(options.get("partition"), ByFile) or isinstance(dataset, Uploads)):
             what = "uploads" if isinstance(dataset, Uploads) else "files that members open for themselves (ByFile)"
             raise ConfigError(
                 f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
@@ -193,6 +198,11 @@ class Run:
             on_note=self._warn,
             **options,
         )
+        if self._world.replaces and loader.terms.pad and not loader.dealt:
+            raise ConfigError(
+                "run.loader: where lost workers are replaced, batches are dealt out, of a dataset with a length and "
+                "without a partition of its own: give such a one, or leave --replacements and MIN:MAX out"
+            )
         self._loaders.append(loader)
         self._saver.add(f"loader.{len(self._loaders) - 1}", loader)
         return loader
@@ -292,7 +302,7 @@ class Run:
             )
         self._strategy.turn(gate)
         if self._dealer:  # in sync without backups nobody may have more batches than the others
-            self._dealer.deals = self._strategy.forgives
+            self._dealer.deals = self._strategy.forgives or self._world.replaces
         self._events.emit("turn", gate=self._strategy.gate.words, step=self._meter.step)
 
     def log(self, **values: Any) -> None:
@@ -338,11 +348,12 @@ class Run:
             self._strategy.together()
 
         def everyone(group: Group) -> dict[str, float]:
+            here = self._loop.present()
             loader = Loader(
                 dataset,
                 batch_size=batch_size,
-                rank=group.rank,
-                size=group.size,
+                rank=here.index(group.rank) if group.rank in here else group.rank,
+                size=len(here),
                 device=self.device,
                 seed=self.seed,
                 shuffle=False,
@@ -412,6 +423,7 @@ class Run:
 
     def _drawn(self, real: int, nominal: int) -> None:
         if torch.is_grad_enabled():  # a loop that only looks at a data set must not weigh in
+            self._strategy.wake()
             self._tally.add(real, nominal)
         elif real != nominal:
             self._tally.passed_over = True
