@@ -7,7 +7,7 @@ what counts, and whoever comes in its place joins at theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from paceline.core import status
@@ -35,13 +35,20 @@ class Replacements:
         self._fails = dict.fromkeys(range(num_workers), 0)  # losses in a row without training
         self._joining: dict[int, int] = {}  # rank and process of those who were started again
         self._gone: set[int] = set()
+        self._begun = False
         self.reason = ""  # why the run cannot go on
 
     @property
     def begun(self) -> bool:
         """Whether the first epoch has begun: before that an end is the script's own, and would come again."""
-        doing = status.read(self._directory / "status" / f"rank-{self._num_workers}", self._num_workers)
-        return doing is not None and doing.what.startswith(status.SERVING)
+        if not self._begun:
+            doing = status.read(self._directory / "status" / f"rank-{self._num_workers}", self._num_workers)
+            self._begun = doing is not None and doing.what.startswith(status.SERVING)
+        return self._begun
+
+    @property
+    def joining(self) -> Collection[int]:
+        return list(self._joining)
 
     def lost(self, rank: int, pid: int, code: int) -> float | None:
         """A worker is lost: in how many seconds it is started again; None: not any more."""
@@ -74,6 +81,8 @@ class Replacements:
 
     def look(self) -> None:
         """See who of those who were started again takes part."""
+        if not self.begun:
+            return
         for rank, pid in list(self._joining.items()):
             doing = status.read(self._directory / "status" / f"rank-{rank}", rank)
             if doing is not None and doing.pid == pid and doing.what == _TRAINS:

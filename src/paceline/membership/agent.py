@@ -5,7 +5,8 @@ Runs in the launcher's process, on one thread that lives as long as the members.
 training: a busy member cannot look dead to it, since it watches processes and not their answers.
 
 Some members may be lost, and started again (`Again`), while the others go on. When one fails that is needed, the others
-are given a moment to notice and end by themselves, so that their last words are their own; then they get SIGTERM, and SIGKILL if they are still there some seconds later.
+are given a moment to notice and end by themselves, so that their last words are their own; then they get SIGTERM, and
+SIGKILL if they are still there some seconds later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -107,6 +108,10 @@ class Again(Protocol):
     @property
     def reason(self) -> str:
         """Why the run cannot go on; "": it can."""
+
+    @property
+    def joining(self) -> Collection[int]:
+        """Ranks that were started again and do not take part yet."""
 
     def lost(self, rank: int, pid: int, code: int) -> float | None:
         """In how many seconds it is started again; None: not any more."""
@@ -231,8 +236,12 @@ class Agent:
         if self._again is None:
             return
         self._again.look()
-        if self._failed_at or self._asked_at or any(p.code == 0 for p in self._processes):
+        finished = any(p.code == 0 for p in self._processes)
+        if self._failed_at or self._asked_at or finished:
             self._due.clear()
+        for rank in self._again.joining if finished else ():  # there is nothing left for them to do
+            self._asked.add(rank)
+            self._processes[rank].signal(signal.SIGKILL)
         for rank in [rank for rank, at in self._due.items() if time.monotonic() >= at]:
             del self._due[rank]
             log = self._logs / f"rank-{rank}.log" if self._logs else None

@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=480)
     parser.add_argument("--batch-size", type=int, default=8, help="per member")
     parser.add_argument("--step-s", type=float, default=0.0, help="least seconds that a step takes")
+    parser.add_argument("--processes", type=int, default=0, help="that must have begun before the second epoch ends")
     options = parser.parse_args()
 
     run = paceline.join()
@@ -35,7 +36,7 @@ def main() -> None:
     loader = run.loader(Numbered(options.samples), batch_size=options.batch_size)
     book = Book(run, model, loader, options.epochs, options.ledger)
 
-    for _ in run.epochs(options.epochs):
+    for epoch in run.epochs(options.epochs):
         for x, y, numbers in loader:
             time.sleep(options.step_s)
             optimizer.zero_grad()
@@ -43,7 +44,16 @@ def main() -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             book.step(optimizer, numbers)
             run.log(loss=loss)
+            if epoch == 1:
+                wait_for(options.processes, options.ledger)
     book.end()
+
+
+def wait_for(processes: int, ledger: Path) -> None:
+    """Until so many have begun to write, for a minute: some that were started again take their time."""
+    deadline = time.monotonic() + 60.0
+    while len(list(ledger.glob("member-*"))) < processes and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
