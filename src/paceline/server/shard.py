@@ -28,22 +28,11 @@ from paceline.server.kept import MARK, Kept
 from paceline.server.messages import Last, Push, Rule, Standing
 from paceline.server.placement import Placement
 from paceline.server.stock import Stock
+from paceline.server.under import Under, finite
 from paceline.staleness import make_corrections
 
 _MOST_THREADS = 1024  # of a worker
 _MOST_WORKERS = 1 << 20
-
-
-class Under:
-    """A push that is under way, or waits for its round."""
-
-    def __init__(self, push: Push, age: int, reason: str) -> None:
-        self.push = push
-        self.age = age
-        self.reason = reason  # why it is dropped; "": it is applied
-        self.parts = 0  # that have come
-        self.kept: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}  # by chunk, in sync
-        self.whole = False
 
 
 class Shard:
@@ -55,7 +44,7 @@ class Shard:
         stands: called where rounds are agreed on and `standing` may have changed: who knows all shards calls `close`.
         dropped: called with rank, step and reason where a push is dropped that `begin` had taken.
         settle: called with rank and push when its batches are used up: with the first of its chunks, from which on it
-            cannot be undone; in sync, where nothing is applied before, when its round is closed.
+            cannot be undone; in sync, where nothing is applied before, when it is whole, or its round is agreed on.
         replaces: lost workers are replaced, so that in sync too nobody waits for one who is gone.
     """
 
@@ -227,7 +216,7 @@ class Shard:
             raise ConfigError(
                 f"member {rank} sent {gradient.numel()} elements for a chunk of {self.chunks[index].numel}"
             )
-        if not under.reason and not _finite(gradient):
+        if not under.reason and not finite(gradient):
             raise ConfigError(f"member {rank} sent a gradient that is not finite, in {self.stock.name(index)}")
         under.parts += 1
         if self.sync and not under.reason:
@@ -236,7 +225,7 @@ class Shard:
         elif not under.reason:
             self._apply_one(rank, index, gradient, missing, under)
             self._due(rank, index)
-        if under.parts == 1 and not self.sync:
+        if not self._agreed and under.parts == (len(self.chunks) if self.sync else 1):
             self._settle(rank, under.push)
         if under.parts == len(self.chunks) and rank in self._under:  # else it was the round's last
             self._end(rank, under)
@@ -402,7 +391,7 @@ class Shard:
     def _drop(self, rank: int, under: Under) -> None:
         """A push that will not be applied has come to its end: its worker gets all weights, as they are now."""
         self.dropped += 1
-        if self.sync:
+        if self._agreed:
             self._settle(rank, under.push)
         self._tick(rank, under)
         self._seen[rank] = self.version
@@ -515,8 +504,3 @@ class Shard:
 def _worker(rank: int, thread: int) -> int:
     """What corrections know a worker's thread by."""
     return rank + thread * _MOST_WORKERS
-
-
-def _finite(gradient: torch.Tensor) -> bool:
-    """One pass where all is well; a sum may be infinite although no part is."""
-    return math.isfinite(gradient.sum().item()) or bool(torch.isfinite(gradient).all())

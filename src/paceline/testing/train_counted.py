@@ -36,6 +36,7 @@ def main() -> None:
     loader = run.loader(Numbered(options.samples), batch_size=options.batch_size)
     book = Book(run, model, loader, options.epochs, options.ledger)
 
+    deadline = time.monotonic() + 60.0
     for epoch in run.epochs(options.epochs):
         for x, y, numbers in loader:
             time.sleep(options.step_s)
@@ -45,13 +46,12 @@ def main() -> None:
             book.step(optimizer, numbers)
             run.log(loss=loss)
             if epoch == 1:
-                wait_for(options.processes, options.ledger)
+                wait_for(options.processes, options.ledger, deadline)
     book.end()
 
 
-def wait_for(processes: int, ledger: Path) -> None:
-    """Until so many have begun to write, for a minute: some that were started again take their time."""
-    deadline = time.monotonic() + 60.0
+def wait_for(processes: int, ledger: Path, deadline: float) -> None:
+    """Until so many have begun to write: some that were started again take their time."""
     while len(list(ledger.glob("member-*"))) < processes and time.monotonic() < deadline:
         time.sleep(0.05)
 
