@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.cli import runs
 from paceline.cli.flags import Parser
 from paceline.cli.runs import Known, how_it_stands, span
+from paceline.core import lost
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.settings import Settings
 from paceline.core.status import Doing
@@ -49,7 +50,9 @@ def describe(directory: Path) -> list[str]:
 
 
 def _lines(known: Known) -> list[str]:
-    return [*_table(known), *_elastic(known)] if known.run and known.run.least else _table(known)
+    if known.run and known.run.least:
+        return [*_table(known), *_elastic(known)]
+    return [*_table(known), *(f"{one}, {span(time.time() - one.at)} ago" for one in lost.read(known.directory))]
 
 
 def _elastic(known: Known) -> list[str]:

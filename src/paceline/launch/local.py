@@ -172,7 +172,8 @@ class LocalJob:
         gate = "" if self._again else servers.turned(self.dir / "events" / "rank-0.jsonl", self._record.run.started)
         if gate and not servers.forgives(gate, 1):
             return  # the others fail of it, and the end says so
-        self._losses.append(lost.Lost(rank=rank, how=lost.how(code), at=time.time()))
+        again = self._again is not None and self._again.replaces(rank)
+        self._losses.append(lost.Lost(rank=rank, how=lost.how(code), at=time.time(), again=again))
         with contextlib.suppress(OSError):  # a full disk must not stop the others
             lost.write(self.dir, self._losses)
         if not self._again:  # who tells more of it

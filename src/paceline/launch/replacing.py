@@ -75,6 +75,10 @@ class Replacements:
         self._say(f"{what}; it is started again in {wait_s:.1f} s ({self._times[rank]} of {most})")
         return wait_s
 
+    def replaces(self, rank: int) -> bool:
+        """Whether a worker that was lost is started again."""
+        return rank not in self._gone
+
     def started(self, rank: int, pid: int) -> None:
         """Its next process runs."""
         self._joining[rank] = pid
