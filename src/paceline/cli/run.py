@@ -48,7 +48,7 @@ Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of t
 
 _DEFAULT = Elastic(least=1, most=1)
 _ELASTIC = (
-    Flag("replacements", "N", whole(0), "how often each member may be started again"),
+    Flag("replacements", "N", whole(0), "how often each member may be started again; with servers also with -n N"),
     Flag("silence_s", "S", seconds(0.1), "after which a member or host that is not heard of is lost"),
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
     Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),

@@ -162,7 +162,8 @@ class LocalJob:
 
     def _started(self, pids: list[int]) -> None:
         self._pids = pids
-        self._record.started(pids)
+        with contextlib.suppress(OSError) if self._again else contextlib.nullcontext():  # it may run for long by then
+            self._record.started(pids)
 
     def _ended(self, rank: int, code: int) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -31,6 +31,8 @@ class Replacements:
         self._directory = directory
         self._num_workers = num_workers
         self._say = say
+        self._server = directory / "status" / f"rank-{num_workers}"  # the first one's
+        self._server.unlink(missing_ok=True)  # of one that is gone
         self._times = dict.fromkeys(range(num_workers), 0)  # each was started again
         self._fails = dict.fromkeys(range(num_workers), 0)  # losses in a row without training
         self._joining: dict[int, int] = {}  # rank and process of those who were started again
@@ -42,7 +44,7 @@ class Replacements:
     def begun(self) -> bool:
         """Whether the first epoch has begun: before that an end is the script's own, and would come again."""
         if not self._begun:
-            doing = status.read(self._directory / "status" / f"rank-{self._num_workers}", self._num_workers)
+            doing = status.read(self._server, self._num_workers)
             self._begun = doing is not None and doing.what.startswith(status.SERVING)
         return self._begun
 

@@ -188,8 +188,8 @@ def _check_elastic(strategy: Strategy, settings: Settings) -> None:
     """Refuse what cannot lose a member in place yet."""
     if not isinstance(strategy, AllReduce):
         raise ConfigError(
-            f"-n MIN:MAX goes with --strategy allreduce, not with {settings.strategy}: start it with -n N; with server "
-            "processes, async and bounded go on without a worker that is lost"
+            f"-n MIN:MAX and a script whose strategy is {settings.strategy}: say so on the command line too, as in "
+            "--strategy async, so that there are server processes, which outlive a lost worker"
         )
     if settings.transport not in ("auto", "own"):
         raise ConfigError(
