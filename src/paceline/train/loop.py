@@ -180,11 +180,11 @@ class Loop:
             means = self._world.do(lambda group: metrics.weighted_means(group, scalars))
         for name, value in means.items():
             self.tell_metric(f"epoch/{name}", value)
-        for rank in sorted(self._here - set(self.present())):
+        for rank in sorted(self._here - set(self._present())):
             self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
-        for rank in sorted(set(self.present()) - self._here):
+        for rank in sorted(set(self._present()) - self._here):
             self._events.emit("joined", member=rank, step=self._meter.step, epoch=epoch)
-        self._here = set(self.present())
+        self._here = set(self._present())
         for loader in self._loaders:
             loader.enter_epoch(epoch + 1)
         self._replica.epoch_step = self._meter.step
@@ -237,7 +237,7 @@ class Loop:
         if self._world.group.size > 1:
             self._meter.waited(time.monotonic() - began)
 
-    def present(self) -> Sequence[int]:
+    def _present(self) -> Sequence[int]:
         """Who came to the last collective."""
         group = self._world.group
         return group.ranks_here if isinstance(group, HubGroup) else group.ranks

@@ -18,14 +18,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.events import Events
 from paceline.core.settings import Settings
 from paceline.core.status import Status
-from paceline.data import ByFile, Loader
+from paceline.data import Loader
 from paceline.data.sampler import Deal
 from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
 from paceline.server.outside.taking import Taker
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
-from paceline.train import metrics
+from paceline.train import again, metrics
 from paceline.train.ending import Ending
 from paceline.train.groups import SavedOptimizer
 from paceline.train.loop import Loop
@@ -35,6 +35,7 @@ from paceline.train.pool import LossOf, Pool, check
 from paceline.train.saving import Saver, Stateful
 from paceline.train.team import Team
 from paceline.transport.group import Group
+from paceline.transport.hub import HubGroup
 from paceline.transport.wires import Wires
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -176,13 +177,8 @@ class Run:
         `batch_size` is per member. For the options see `paceline.data.Loader`.
         """
         _refuse_given("run.loader", options)
-        comes_and_goes = self._team or self._world.replaces
-        if comes_and_goes and (isinstance(options.get("partition"), ByFile) or isinstance(dataset, Uploads)):
-            what = "uploads" if isinstance(dataset, Uploads) else "files that members open for themselves (ByFile)"
-            raise ConfigError(
-                f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
-                "give a dataset with a length, or a stream"
-            )
+        if self._team or self._world.replaces:
+            again.check(dataset, options.get("partition"))
         loader = Loader(
             dataset,
             batch_size=batch_size,
@@ -198,11 +194,8 @@ class Run:
             on_note=self._warn,
             **options,
         )
-        if self._world.replaces and loader.terms.pad and not loader.dealt:
-            raise ConfigError(
-                "run.loader: where lost workers are replaced, batches are dealt out, of a dataset with a length and "
-                "without a partition of its own: give such a one, or leave --replacements and MIN:MAX out"
-            )
+        if self._world.replaces:
+            again.check_dealt(loader)
         self._loaders.append(loader)
         self._saver.add(f"loader.{len(self._loaders) - 1}", loader)
         return loader
@@ -348,11 +341,11 @@ class Run:
             self._strategy.together()
 
         def everyone(group: Group) -> dict[str, float]:
-            here = self._loop.present()
+            here = group.ranks_here if isinstance(group, HubGroup) else range(group.size)
             loader = Loader(
                 dataset,
                 batch_size=batch_size,
-                rank=here.index(group.rank) if group.rank in here else group.rank,
+                rank=here.index(group.rank),
                 size=len(here),
                 device=self.device,
                 seed=self.seed,

@@ -1,0 +1,28 @@
+"""What can be dealt out again: where members come and go, others take over what they had not done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.data import ByFile, Loader
+from paceline.data.uploads import Uploads
+
+
+def check(dataset: Any, partition: Any) -> None:
+    """Refuse what only the member that has opened it can go on with."""
+    if isinstance(partition, ByFile) or isinstance(dataset, Uploads):
+        what = "uploads" if isinstance(dataset, Uploads) else "files that members open for themselves (ByFile)"
+        raise ConfigError(
+            f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
+            "give a dataset with a length, or a stream"
+        )
+
+
+def check_dealt(loader: Loader) -> None:
+    """With servers: refuse what is shared out among workers, of whom one may begin anew."""
+    if loader.terms.pad and not loader.dealt:
+        raise ConfigError(
+            "run.loader: where lost workers are replaced, batches are dealt out, of a dataset with a length and "
+            "without a partition of its own: give such a one, or leave --replacements and MIN:MAX out"
+        )
