@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.status import SERVING, Status
+from paceline.core.status import BEFORE, SERVING, STARTING, Status
 from paceline.launch.replacing import Replacements
 from paceline.launch.spec import JobSpec, Replacing
 
@@ -36,6 +36,13 @@ def test_the_pause_doubles_until_one_trains(tmp_path: Path) -> None:
     assert waits == [0.5, 1.0, 2.0, 4.0]
     told.replacements.started(1, pid)
     told.does(2, SERVING)
+    coming = told.does(1, STARTING)
+    coming.epoch = BEFORE
+    coming.set("ready")
+    told.replacements.look()
+    assert list(told.replacements.joining) == [1]
+    coming.epoch = 0
+    coming.set("waiting for the other members at the hub")  # it may have trained nothing
     told.replacements.look()
     assert told.lines[-1] == "member 1 joined: 2 members train now"
     assert told.replacements.lost(1, pid, -9) == 0.5

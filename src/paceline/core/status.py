@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+STARTING = "starting"
+BEFORE = -1  # the epoch of one who comes late, until it takes part
 SERVING = "serving"  # how what a server does begins, once the first epoch has begun
 _HEAD = struct.Struct("<QQqqdH")  # sequence, pid, step, epoch, since, length of the text
 _SIZE = 512
@@ -55,7 +57,7 @@ class Status:
                 # One store of eight bytes: pack_into would make the number 0 for a moment.
                 self._sequences = memoryview(self._map).cast("Q")
                 self._map[_HOST_AT:] = host.encode()[: _SIZE - _HOST_AT].ljust(_SIZE - _HOST_AT, b"\0")
-        self.set("starting")
+        self.set(STARTING)
 
     def set(self, what: str) -> None:
         self.what = what

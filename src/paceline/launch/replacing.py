@@ -15,8 +15,6 @@ from paceline.core.lost import how
 from paceline.launch.spec import Replacing
 from paceline.membership.books import BACK_OFF_MOST_S, BACK_OFF_S
 
-_TRAINS = "training"
-
 
 class Replacements:
     """Those of one run, in the agent's thread.
@@ -91,7 +89,7 @@ class Replacements:
             return
         for rank, pid in list(self._joining.items()):
             doing = status.read(self._directory / "status" / f"rank-{rank}", rank)
-            if doing is not None and doing.pid == pid and doing.what == _TRAINS:
+            if doing is not None and doing.pid == pid and doing.what != status.STARTING and doing.epoch >= 0:
                 del self._joining[rank]
                 here = self._num_workers - len(self._gone) - len(self._joining)
                 self._say(f"member {rank} joined: {here} member{'s train' if here > 1 else ' trains'} now")

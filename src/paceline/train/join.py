@@ -20,7 +20,7 @@ from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
 from paceline.core.settings import Settings
-from paceline.core.status import Status
+from paceline.core.status import BEFORE, Status
 from paceline.core.view import Member, View
 from paceline.environment import Place, detect
 from paceline.membership import Meeting, meet
@@ -108,6 +108,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         team.meet()
         group = team.group
     elif wires:
+        status.epoch = BEFORE if meeting.late else 0
         status.set("connecting")
         late_to = range(place.workers, place.size) if meeting.late else ()
         wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status, late_to=late_to)
