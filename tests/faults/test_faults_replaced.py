@@ -18,9 +18,10 @@ from paceline.testing.plan import FaultPlan
 
 STRATEGIES = ["async", "bounded(staleness=2)", "sync"]
 
-# As train_counted, but member M of life L (0: the first) kills itself right after its N-th call of something.
+# As train_counted, but member M of life L (0: the first) kills itself right after its N-th call of something, or takes
+# a nap of so many seconds before each.
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 
 import paceline
@@ -38,6 +39,7 @@ mark.touch()
 places = {
     "join": (paceline, "join"),
     "optimizer": (Run, "optimizer"),
+    "enter": (Late, "enter"),
     "restore": (Late, "_restore"),
     "epoch": (Loop, "_enter_epoch"),
     "batch": (Run, "_drawn"),
@@ -45,6 +47,10 @@ places = {
     "meeting": (HubGroup, "_meet"),
 }
 begun = False
+
+
+def nap(call, seconds):
+    return lambda *args, **options: (time.sleep(seconds), call(*args, **options))[1]
 
 
 def watch(name, call, number):
@@ -77,7 +83,8 @@ for death in deaths:
     member, of, name, number = death.split(":")
     if member == rank and int(of) == life:
         where, what = places[name]
-        setattr(where, what, watch(name, getattr(where, what), int(number)))
+        call = getattr(where, what)
+        setattr(where, what, nap(call, float(number)) if "." in number else watch(name, call, int(number)))
 train_counted.main()
 """
 
@@ -90,10 +97,11 @@ def train(
     members: int = 2,
     processes: int = 0,
     epochs: int = 4,
+    step_s: float = 0.02,
     **options: Any,
 ) -> Result:
     """With faults of a plan, or with members that kill themselves (`SCRIPT`)."""
-    args = ["--epochs", str(epochs), "--samples", "240", "--step-s", "0.02", "--processes", str(processes)]
+    args = ["--epochs", str(epochs), "--samples", "240", "--step-s", str(step_s), "--processes", str(processes)]
     options = {"replacing": Replacing()} | options
     if isinstance(plan, str):
         script = tmp_path / "train.py"
@@ -130,6 +138,17 @@ def test_in_every_mode(strategy: str, servers: int, tmp_path: Path) -> None:
     result = train(tmp_path, strategy, plan, members=3, processes=4, servers=servers)
     clean(result, 2)
     joined(result, 2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["enter", "epoch"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_others_train_on_while_one_joins(strategy: str, where: str, tmp_path: Path) -> None:
+    """It has opened the tables and takes its time: nobody waits, and its first gradients are of the weights of then."""
+    deaths = f"1:0:step:7,1:1:{where}:1.0"
+    result = train(tmp_path, strategy, deaths, processes=3, step_s=0.1, servers=2)
+    clean(result, 1)
+    joined(result, 1, 2)
 
 
 @pytest.mark.slow
