@@ -18,7 +18,6 @@ from paceline.server import messages as m
 from paceline.server.client import Client
 from paceline.server.connection import Connection, pair
 from paceline.server.dealing import Dealer, Dealing
-from paceline.server.gates import make_gate
 from paceline.server.lasts import Lasts
 from paceline.server.placement import Tensor, place
 from paceline.server.service import Service
@@ -136,8 +135,9 @@ def test_what_has_changed_a_weight_is_settled_and_what_is_settled_is_taken(data:
             shard.part(rank, parts[rank], torch.ones(8))
             parts[rank] += 1
             sent[of[rank]] += 1
-        need = chunks if isinstance(make_gate(gate), type(make_gate("sync"))) else 1
-        assert sorted(settled) == [batch for batch, count in sent.items() if count >= need]
+        need = chunks if gate == "sync" else 1
+        due = [batch for batch, count in sent.items() if count >= need]
+        assert sorted(settled) == ([] if "backups" in gate else due)  # rounds with backups: when they are closed
 
 
 def test_a_lost_workers_batches_wait_for_its_last_push() -> None:

@@ -17,6 +17,7 @@ import msgspec
 from paceline.cli import queue, runs
 from paceline.cli.flags import Parser
 from paceline.cli.runs import Known, how_it_stands, span
+from paceline.core import lost
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.settings import Settings
 from paceline.core.status import Doing
@@ -54,9 +55,12 @@ def describe(directory: Path) -> list[str]:
 
 
 def _lines(known: Known) -> list[str]:
-    elastic = _elastic(known) if known.run and known.run.least else []
+    if known.run and known.run.least:
+        came = _elastic(known)
+    else:
+        came = [f"{one}, {span(time.time() - one.at)} ago" for one in lost.read(known.directory)]
     slow = _slow(known.directory / "events" / "rank-0.jsonl")
-    return [*_table(known), *queue.lines(known), *elastic, *slow]
+    return [*_table(known), *queue.lines(known), *came, *slow]
 
 
 def _slow(events: Path) -> list[str]:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+STARTING = "starting"
+BEFORE = -1  # the epoch of one who comes late, until it takes part
+SERVING = "serving"  # how what a server does begins, once the first epoch has begun
 _HEAD = struct.Struct("<QQqqdH")  # sequence, pid, step, epoch, since, length of the text
 _SIZE = 768
 _HOST_AT, _LABELS_AT, _EPOCH_AT = 384, 512, 752  # to the next, and to the end
@@ -63,7 +66,7 @@ class Status:
                 self._sequences = memoryview(self._map).cast("Q")
                 for text, start, end in ((host, _HOST_AT, _LABELS_AT), (",".join(labels), _LABELS_AT, _EPOCH_AT)):
                     self._map[start:end] = text.encode()[: end - start].ljust(end - start, b"\0")
-        self.set("starting")
+        self.set(STARTING)
 
     def set(self, what: str) -> None:
         self.what = what

@@ -32,7 +32,7 @@ from paceline.data.mapped import MapFeed
 from paceline.data.partition import ByFile, Partition
 from paceline.data.randomness import mix
 from paceline.data.sampler import Deal
-from paceline.data.source import Feed, Terms, source_of
+from paceline.data.source import Feed, MapSource, Terms, source_of
 from paceline.data.uploads import UploadFeed
 
 _OPTIONS = ("bound", "collate", "drop_last", "pad", "partition", "prefetch", "seed", "shuffle", "workers")
@@ -172,6 +172,11 @@ class Loader:
         if batches is None:
             raise TypeError(f"the length of a loader over {type(self.dataset).__name__} is not known")
         return batches
+
+    @property
+    def dealt(self) -> bool:
+        """Whether members get batches as they ask for them."""
+        return isinstance(self.source, MapSource) and self.source.dealt
 
     @property
     def whole(self) -> int | None:

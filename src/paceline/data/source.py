@@ -75,7 +75,7 @@ class MapSource:
 
     def __init__(self, dataset: Any, terms: Terms, partition: Partition) -> None:
         self.length, self.terms = len(dataset), terms
-        self._dealt = terms.deal is not None and terms.partition is None and terms.pad
+        self.dealt = terms.deal is not None and terms.partition is None and terms.pad
         if not self.length:
             raise ConfigError(f"the dataset ({type(dataset).__name__}) is empty: check the path or the filter")
         self._kinds = self._bound(terms)
@@ -88,7 +88,7 @@ class MapSource:
             drop_last=terms.drop_last,
         )
         self._even = even(rank=terms.rank, size=terms.size, widths=() if self.evenly else terms.widths)
-        self.sampler = even(rank=0, size=1) if self._dealt else self._even
+        self.sampler = even(rank=0, size=1) if self.dealt else self._even
         self.fetch = fetcher(dataset, terms.collate)
         if isinstance(partition, Columns):
             self.fetch = self.fetch.cut(partial(partition.cut, rank=terms.rank, size=terms.size))
@@ -101,7 +101,7 @@ class MapSource:
     def evenly(self) -> str:
         """Why members' shares of a global batch cannot follow their speed; "": they can."""
         partition = self.terms.partition
-        if self._dealt:
+        if self.dealt:
             return "its batches are dealt out as members ask for them, so a fast one gets more already"
         if not self.terms.pad:
             return "it is for evaluation"
@@ -112,7 +112,7 @@ class MapSource:
     @cached_property
     def batches(self) -> int | None:
         course = self.sampler.begin(0, 0, [])
-        if self._dealt:
+        if self.dealt:
             batches = (
                 len(self._kinds.cut(course.queue, self.terms.batch_size, drop_last=self.terms.drop_last).edges) - 1
             )
@@ -125,7 +125,7 @@ class MapSource:
         return (course.batches if self.terms.pad else course.own_batches) - course.done
 
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
-        if self._dealt:
+        if self.dealt:
             assert self.terms.deal is not None
             if not self.terms.deal.deals:
                 if self.terms.bound is not None:
@@ -138,7 +138,7 @@ class MapSource:
         kinds = Kinds(terms.bound, self.length)
         if terms.bound is not None:
             kinds.check(terms.labels)
-            if not self._dealt and terms.size > 1:
+            if not self.dealt and terms.size > 1:
                 raise _not_dealt("here" if terms.pad else "in a loader without pad")
         return kinds
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
-from paceline.core.words import read
 
 # Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
 _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
@@ -20,13 +19,7 @@ def check(settings: Settings) -> None:
 
 
 def check_elastic(settings: Settings) -> None:
-    """Refuse what members cannot come to and go from yet."""
-    name = read(settings.strategy, "strategy").name
-    if name != "allreduce":
-        raise ConfigError(
-            f"-n MIN:MAX does not go with --strategy {name} yet: only all-reduce forms its groups anew when members "
-            "come and go; give one number (-n 4), or --strategy allreduce"
-        )
+    """Refuse what members of all-reduce cannot come to and go from."""
     if settings.transport in ("gloo", "nccl"):
         raise ConfigError(
             f"-n MIN:MAX does not go with --transport {settings.transport}: torch's groups end with the first member "

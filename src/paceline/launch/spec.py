@@ -55,6 +55,18 @@ class Elastic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replacing:
+    """What is done about lost workers of a run with server processes."""
+
+    least: int = 1  # with fewer left, and none to come, the run ends
+    replacements: int = 3  # per worker
+
+    def __post_init__(self) -> None:
+        if self.least < 1 or self.replacements < 0:
+            raise ConfigError(f"least={self.least}, replacements={self.replacements}: at least 1, and 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """One run to be started."""
 
@@ -68,6 +80,7 @@ class JobSpec:
     forgives: bool = False  # the run goes on when a worker other than the first is lost
     elastic: Elastic | None = None  # members may come and go
     labels: tuple[str, ...] = ()  # of the members on this host; "gpu:0,1": of these alone
+    replacing: Replacing | None = None  # with server processes: lost workers are started again
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's own
     cwd: str | None = None
     python: str = sys.executable
@@ -78,6 +91,10 @@ class JobSpec:
             raise ConfigError(f"num_members={self.num_members}: a run has at least one member")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads={self.threads}: a member needs at least one thread")
+        if self.replacing and (self.elastic or not self.num_servers):
+            raise ConfigError("replacing: lost workers are replaced where there are server processes, and no scheduler")
+        if self.replacing and self.replacing.least > self.num_members:
+            raise ConfigError(f"least={self.replacing.least} of {self.num_members} members: give fewer")
         if self.elastic and not self.elastic.least <= self.num_members <= self.elastic.most:
             raise ConfigError(
                 f"num_members={self.num_members} is not within {self.elastic.least}:{self.elastic.most}, which the run "

@@ -21,7 +21,7 @@ from paceline.data.leases import Leases
 from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
 
-_LANE = "deal"
+LANE = "deal"
 _LOOK_S = 1.0
 _KEPT = 64  # courses that are over
 
@@ -58,18 +58,35 @@ class Dealing:
 
     def __init__(self, wires: Wires, ranks: Sequence[int], *, pushes: bool = False) -> None:
         self._ends = dict.fromkeys(ranks, 1 + pushes)  # by rank: connections that are not over
+        self._lives: dict[int, int] = {}  # by rank, of those who have replaced a lost worker
         self._changed = threading.Condition()
         self._labels = {rank: wires.view.members[rank].labels for rank in ranks}
         self._courses: dict[str, Leases] = {}
         self._closed = False
-        self._channels = {rank: wires.mesh.channel(rank, _LANE) for rank in ranks}
+        self._channels = {rank: wires.mesh.channel(rank, LANE) for rank in ranks}
         self._waits: dict[int, Ask] = {}
         self._told: dict[int, float] = {}  # of these, who knows that it waits, and when it was told
         for rank, channel in self._channels.items():
             threading.Thread(target=self._listen, args=(rank, channel), name="paceline-deal", daemon=True).start()
 
+    def came(self, rank: int, life: int, limit_s: float) -> None:
+        """One who replaces a lost worker opens a connection, this one or that for pushes; when that worker is gone."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._ends[rank] or self._lives.get(rank) == life, limit_s):
+                raise TimedOut(f"member {rank} is not gone after {limit_s:g} s")
+            self._lives[rank] = life
+            self._ends[rank] += 1
+
+    def admit(self, rank: int, channel: Channel) -> None:
+        """Deal to one who replaces a lost worker, and has come."""
+        with self._changed:
+            self._channels[rank] = channel
+        threading.Thread(target=self._listen, args=(rank, channel), name="paceline-deal", daemon=True).start()
+
     def close(self) -> None:
-        for channel in self._channels.values():
+        with self._changed:
+            channels = list(self._channels.values())
+        for channel in channels:
             channel.close()
 
     def _listen(self, rank: int, channel: Channel) -> None:
@@ -107,6 +124,7 @@ class Dealing:
             for leases in self._courses.values():
                 leases.lost(rank)
             self._answer()
+            self._changed.notify_all()
 
     def queue(self) -> tuple[Course, ...]:
         """How far each course has come that is under way."""
@@ -169,7 +187,7 @@ class Dealer:
         self.deals = True  # epochs that begin now
         self.rest: Callable[[], None] = lambda: None  # called where this worker has nothing to do for a while
         self._limit_s = wires.limit_s
-        self._channel = wires.mesh.channel(server, _LANE)
+        self._channel = wires.mesh.channel(server, LANE)
         self._asking = threading.Lock()  # one asks, and waits for the answer
         self._sending = threading.Lock()
 

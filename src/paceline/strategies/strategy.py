@@ -97,8 +97,12 @@ class World:
         wires: Wires | None = None,
         servers: Sequence[int] = (),
         limit_s: float = 300.0,
+        replaces: bool = False,
+        late: bool = False,
     ) -> None:
         self.group = group
+        self.replaces = replaces  # with servers: lost workers are started again, and come while the others train
+        self.late = late  # this one was
         self.wires = wires  # to all of the run's processes; None in a run of one
         self.servers = tuple(servers)  # ranks of the run's server processes, which are in no group
         self.limit_s = limit_s
@@ -160,6 +164,9 @@ class Strategy(Protocol):
 
     def rest(self) -> None:
         """This member waits for work that others may leave to it."""
+
+    def wake(self) -> None:
+        """This member has got a batch, and is about to compute with it."""
 
     def together(self, *, keep: bool = False) -> None:
         """All members are between two steps, and wait for each other: at the end of an epoch, before an evaluation, and

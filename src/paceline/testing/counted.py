@@ -60,7 +60,8 @@ class Book:
         at.mkdir(parents=True, exist_ok=True)
         file = path(at, self.member, os.getpid())
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._write(Begin(samples=len(model.seen), epochs=epochs, together=self.together))
+        rounds = self.together and loader.dealt
+        self._write(Begin(samples=len(model.seen), epochs=epochs, together=self.together, rounds=rounds))
 
     def step(self, optimizer: torch.optim.Optimizer, numbers: Tensor) -> bool:
         """Take a step with a batch of these samples; write it down if it was committed. Whether it was.

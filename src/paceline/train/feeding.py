@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.data import ByFile, Loader
+from paceline.data import Loader
 from paceline.data.sampler import Deal
 from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
 from paceline.server.outside.taking import Taker
 from paceline.strategies import Strategy, World
+from paceline.train import again
 from paceline.train.team import Team
 
 
@@ -57,8 +58,10 @@ class Feeding:
     ) -> Loader:
         """One more."""
         refuse_given("run.loader", options)
+        if self._team or self._world.replaces:
+            again.check(dataset, options.get("partition"))
         if self._team:
-            _check_elastic(dataset, options)
+            again.check_unbound(options)
         rank, size = self._place()
         loader = Loader(
             dataset,
@@ -76,6 +79,8 @@ class Feeding:
             on_note=self._warn,
             **options,
         )
+        if self._world.replaces:
+            again.check_dealt(loader)
         self.loaders.append(loader)
         return loader
 
@@ -102,6 +107,7 @@ class Feeding:
 
     def _drawn(self, real: int, nominal: int) -> None:
         if torch.is_grad_enabled():  # a loop that only looks at a data set must not weigh in
+            self._strategy.wake()
             self._world.tally.add(real, nominal)
         elif real != nominal:
             self._world.tally.passed_over = True
@@ -122,19 +128,3 @@ def refuse_given(call: str, options: Mapping[str, Any]) -> None:
     for name in ("rank", "size", "device", "labels"):
         if name in options:
             raise ConfigError(f"{call}(..., {name}=...): the run gives each loader its own {name}; leave it out")
-
-
-def _check_elastic(dataset: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what cannot be dealt out again when members come or go."""
-    if isinstance(options.get("partition"), ByFile) or isinstance(dataset, Uploads):
-        what = "uploads" if isinstance(dataset, Uploads) else "files that members open for themselves (ByFile)"
-        raise ConfigError(
-            f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
-            "give a dataset with a length, or a stream"
-        )
-    if options.get("bound") is not None:
-        raise ConfigError(
-            "run.loader(..., bound=...): an elastic run trains by all-reduce, in which all have a part in every step: "
-            "start the run with -n N and --strategy async or bounded(...), or choose samples by run.labels "
-            "yourself"
-        )

@@ -21,7 +21,7 @@ from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
 from paceline.core.settings import Settings
-from paceline.core.status import Status
+from paceline.core.status import BEFORE, Status
 from paceline.core.view import Member, View
 from paceline.environment import Place, detect
 from paceline.membership import Meeting, meet
@@ -111,10 +111,13 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         team.meet()
         group = team.group
     elif wires:
+        status.epoch = BEFORE if meeting.late else 0
         status.set("connecting")
-        wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status)
-        if place.servers and chosen.forgives:
-            group = HubGroup(wires[0], range(place.workers), place.workers)
+        late_to = range(place.workers, place.size) if meeting.late else ()
+        wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status, late_to=late_to)
+        if place.servers and (chosen.forgives or meeting.replaces):
+            workers = range(place.workers)
+            group = HubGroup(wires[0], workers, place.workers, replaces=meeting.replaces, late=meeting.late)
             dealer = Dealer(wires[0], place.workers)
         else:
             group = _form(wires[0], place.workers, agreed.transport, device)
@@ -161,6 +164,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         dealer=dealer,
         team=team,
         labels=place.labels,
+        replaces=meeting.replaces,
+        late=meeting.late,
         rate=rate,
         lead=lead,
     )
@@ -188,8 +193,8 @@ def _check_elastic(strategy: Strategy, settings: Settings) -> None:
     """Refuse what cannot lose a member in place yet."""
     if not isinstance(strategy, AllReduce):
         raise ConfigError(
-            f"-n MIN:MAX goes with --strategy allreduce, not with {settings.strategy}: start it with -n N; with server "
-            "processes, async and bounded go on without a worker that is lost"
+            f"-n MIN:MAX and a script whose strategy is {settings.strategy}: say so on the command line too, as in "
+            "--strategy async, so that there are server processes, which outlive a lost worker"
         )
     if settings.transport not in ("auto", "own"):
         raise ConfigError(

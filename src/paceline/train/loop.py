@@ -21,6 +21,7 @@ from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
+from paceline.train.late import Late
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
 from paceline.train.pacing import Pacing
@@ -79,6 +80,9 @@ class Loop:
         )
         self._here = set(world.group.ranks)
         self._pacing = Pacing(stragglers, world=world, meter=meter, events=events, loaders=loaders, team=team)
+        self._late: Late | None = None  # where lost workers are replaced
+        if world.replaces and isinstance(world.group, HubGroup) and isinstance(strategy, Served):
+            self._late = Late(world.group, saver, strategy, seed)
         if team:
             world.elastic = True
             world.together, world.mend = team.do, team.mend
@@ -137,7 +141,10 @@ class Loop:
             self._team.begin(self._resume_for_all)
             place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
         else:
-            place = self._saver.resume()
+            if self._world.replaces:
+                self.warn_of_untracked()
+            place = self._late.enter() if self._late and self._world.late else self._saver.resume()
+            self._world.late = False
         self._pacing.begin(self._strategy)
         if place is not None:
             self._meter.step, _, self._replica.epoch_step = place
@@ -172,6 +179,8 @@ class Loop:
         self._status.enter(epoch, self._replica.epoch_step, steps or 0)
         self._status.set("training")
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
+        if self._late:
+            self._late.tell(epoch, self._meter.step)
         self._meter.start()
         self._pacing.start()
 
@@ -189,6 +198,8 @@ class Loop:
             self.tell_metric(f"epoch/{name}", value)
         for rank in sorted(self._here - set(self._present())):
             self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
+        for rank in sorted(set(self._present()) - self._here):
+            self._events.emit("joined", member=rank, step=self._meter.step, epoch=epoch)
         self._here = set(self._present())
         for loader in self._loaders:
             loader.enter_epoch(epoch + 1)
@@ -297,7 +308,7 @@ class Loop:
         scheduled = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self._optimizers)
         if not scheduled or self._saver.holds(torch.optim.lr_scheduler.LRScheduler):
             return
-        if self._team:
+        if self._team or self._world.replaces:
             raise ConfigError(
                 "a learning-rate scheduler drives this optimizer, and members that come or are behind could not get "
                 "its state from the others: add run.track(scheduler=scheduler)"

@@ -35,6 +35,7 @@ from paceline.train.replica import MODEL
 from paceline.train.saving import Saver, Stateful
 from paceline.train.team import Team
 from paceline.transport.group import Group
+from paceline.transport.hub import HubGroup
 from paceline.transport.wires import Wires
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -59,6 +60,8 @@ class Run:
         dealer: Dealer | None = None,
         team: Team | None = None,
         labels: tuple[str, ...] = (),
+        replaces: bool = False,
+        late: bool = False,
         rate: Callable[[int], float] = lambda size: 1.0,
         lead: Callable[[], object] = lambda: None,
     ) -> None:
@@ -84,12 +87,14 @@ class Run:
             wires=wires,
             servers=servers,
             limit_s=settings.wait_limit_s,
+            replaces=replaces,
+            late=late,
         )
         self._team = team
         self._saver = Saver(
             directory / "checkpoints",
             settings.checkpoint_keep,
-            settings.checkpoint_every_s,
+            0.0 if replaces else settings.checkpoint_every_s,  # those who come and go meet between epochs only
             self._world,
             events,
             settings.seed,
@@ -282,7 +287,7 @@ class Run:
             )
         self._strategy.turn(gate)
         if self._dealer:  # in sync without backups nobody may have more batches than the others
-            self._dealer.deals = self._strategy.forgives
+            self._dealer.deals = self._strategy.forgives or self._world.replaces
         self._events.emit("turn", gate=self._strategy.gate.words, step=self._meter.step)
 
     def log(self, **values: Any) -> None:
@@ -329,11 +334,12 @@ class Run:
             self._strategy.together()
 
         def everyone(group: Group) -> dict[str, float]:
+            here = group.ranks_here if isinstance(group, HubGroup) else range(group.size)
             loader = Loader(
                 dataset,
                 batch_size=batch_size,
-                rank=group.rank,
-                size=group.size,
+                rank=here.index(group.rank),
+                size=len(here),
                 device=self.device,
                 seed=self.seed,
                 shuffle=False,

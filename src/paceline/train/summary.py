@@ -123,7 +123,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lost_line(self) -> str:
-        return "; ".join(f"member {one.rank} was lost ({figures.clean(one.how, 80)})" for one in self.lost)
+        return "; ".join(figures.clean(str(one), 120) for one in self.lost)
 
 
 def summarise(end: Event, start: Event | None = None, views: Views | None = None) -> Summary:
