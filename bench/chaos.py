@@ -7,8 +7,8 @@
   failures          runs that ended with an error, or left a process behind
   accuracy_behind_points
                     test accuracy on digits: mean of fault-free runs less mean of broken ones, in points
-  *_async           the same for async, which lets a lost worker go; sync(backups=1) does too, but drops pushes by
-                    design, so that only its end and its weights are judged
+  *_async           the same for async; there and in sync lost workers are started again. sync(backups=1) lets one go,
+                    and drops pushes by design, so that only its end and its weights are judged
   goodput           one fault a minute: committed steps x fault-free time of a step / wall time, after the first step
   detect_s          from the kill until the last survivor has heard of the new view
   recover_s         from the kill until the last survivor has committed a step in it; median over the faults
@@ -127,17 +127,18 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
             standbys=1 if quick else 2,
             limit_s=limit_s,
         ), plan
-    # Kills as many as the strategy can do without: none, the backups, all but the first.
-    kills = {"sync": 0, "sync(backups=1)": 1, "async": 2}[kind]
-    plan = _chaos_plans.served(seed, kills=kills, pauses=4, workers=4, first_step=10, gap=12)
+    replaced = "backups" not in kind  # with backups, kills as many as there are
+    kills = 4 if replaced else 1
+    plan = _chaos_plans.served(seed, kills=kills, pauses=4, workers=4, first_step=40, gap=40, replaced=replaced)
     return Setup(
         name=f"{kind.partition('(')[0]}-{seed}",
         strategy=kind,
         members=4,
         num_servers=1,
+        replaced=replaced,
         epochs=epochs_for(_chaos_plans.last_step(plan) + 60, 4),
         seed=seed,
-        limit_s=180.0,
+        limit_s=240.0,
     ), plan
 
 

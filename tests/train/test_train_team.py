@@ -286,10 +286,11 @@ def bring_back(members: list[Someone], agent: AgentLine, scheduler: Scheduler, *
 
     def called(one: Someone) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while not one.team.called:
+        while one.team.group.size < 3:  # the view before may have been made anew
             assert time.monotonic() < deadline
+            if one.team.called:
+                one.team.between(moving=True)
             time.sleep(0.01)
-        one.team.between(moving=True)
 
     together(*(lambda one=one: called(one) for one in members[:2]), lambda: newcomer.team.begin(lambda: None))
     members.append(newcomer)
