@@ -116,8 +116,8 @@ class Feeding:
         return DealsFor(self._dealer, str(loader)) if self._dealer else None
 
     def _all_labels(self) -> tuple[str, ...]:
-        """Those that some member has."""
-        if self._world.wires is None:
+        """Those that some member has, where samples can be bound to them: with servers, who know all from the start."""
+        if self._world.wires is None or self._dealer is None:
             return self._labels
         workers = self._world.wires.view.members[: self._place()[1]]
         return tuple(dict.fromkeys(label for member in workers for label in member.labels))
