@@ -112,7 +112,7 @@ class Staff:
             return
         if books.hosts.runs(seat.host, seat.id):  # it must end, or come back, first
             return
-        place = books.hosts.place()
+        place = books.hosts.place(seat.id)
         if place is None:
             return
         if seat.state == "lost":
