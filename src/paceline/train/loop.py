@@ -85,7 +85,7 @@ class Loop:
             self._late = Late(world.group, saver, strategy, seed)
         if team:
             world.elastic = True
-            world.together, world.mend = team.do, team.mend
+            world.together, world.mend = team.do, self._mend
             team.body, team.changed = self._replica, self._changed
 
     # ---- what the optimizer tells (train.optimizer.StepObserver)
@@ -97,7 +97,7 @@ class Loop:
             try:
                 self._replica.before_step()
             except Interrupted as error:  # what this newcomer needs does not come
-                self._team.mend(error)
+                self._mend(error)
                 return False
         return True
 
@@ -239,10 +239,19 @@ class Loop:
         if not team.turn():
             return
         self._replica.restore()
+        began = time.monotonic()
         self._settle(team)
         team.between(moving=self._world.moving)
+        self._world.waited_s += time.monotonic() - began  # for others, perhaps until there are enough
         self._world.move = team.called
         self._world.wish = self._world.wish or (team.sent_home and self._saver.enabled)  # so that nothing is lost
+
+    def _mend(self, error: Interrupted) -> None:
+        """The group broke: what it takes to form another one is no time of this member's own."""
+        assert self._team is not None
+        began = time.monotonic()
+        self._team.mend(error)
+        self._world.waited_s += time.monotonic() - began
 
     def _settle(self, team: Team) -> None:
         if not team.settle():

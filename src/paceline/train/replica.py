@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import Coming, Lent, Pipe, digest, pack, unpack
+from paceline.core.errors import ConfigError
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.train.groups import SavedOptimizer
@@ -127,6 +128,12 @@ class Replica:
         if data is None:
             return
         state = unpack(memoryview(data))
+        if odd := sorted(state["parts"].keys() ^ self._saver.parts.keys()):
+            whose = "the others" if odd[0] in state["parts"] else "this member"
+            raise ConfigError(
+                f"{odd[0]!r} is known to {whose} only: where members come and go, call run.optimizer, run.loader and "
+                "run.track before run.epochs, so that newcomers have the same"
+            )
         self._saver.restore(state["parts"], self._put)
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self._world.passed = 0
