@@ -435,6 +435,20 @@ def test_a_second_process_is_refused_while_the_first_lives():
         world.roster.arrive(1, Member(rank=1, host="a", pid=9), 0, world.now)
 
 
+def test_who_is_wanted_again_before_it_has_left_is_started_when_it_has():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    said: list[str] = []
+    for size in (2, 3, 3):
+        world.do(lambda r, size=size: said.append(r.scale(size, world.now)))
+    assert said == [
+        "3 to 2 members: member 2 will leave",
+        "2 to 3 members: member 2 will be started; 1 of them wait for a free slot",
+        "3 members, as before",
+    ]
+    assert sorted(formed(world, 10.0)) == [0, 1, 2]
+
+
 def test_a_late_newcomer_hears_of_the_present_view_and_that_it_drains():
     world = World({"a": 2}, least=1, target=2, most=2)
     formed(world)

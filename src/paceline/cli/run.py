@@ -57,6 +57,7 @@ _ELASTIC = (
     Flag("hosts", "FILE", str, "other hosts: lines of a name, slots and labels, or a program that prints them"),
     Flag("start_on", "COMMAND", str, "what leads to such a host"),
 )
+_ONCE_S = 0.3  # signals so close to each other are one
 _NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
 
@@ -190,7 +191,7 @@ def _run(spec: JobSpec) -> int:
     launcher = Local(display, on_lost=lambda rank, how: display.say(ending.lost(rank, how)), say=display.say)
     job = launcher.start(spec)
     _say_what_starts(spec, job, display)
-    deadline = math.inf
+    deadline, asked = math.inf, -math.inf
     while (outcome := job.wait(_LOOK_S)) is None:
         display.tick()
         while signals:
@@ -198,6 +199,9 @@ def _run(spec: JobSpec) -> int:
             if number == signal.SIGWINCH:
                 job.resize()
                 continue
+            before, asked = asked, time.monotonic()
+            if number == signal.SIGTERM and asked - before < _ONCE_S:
+                continue  # `timeout` and batch systems send it to us and to our process group
             job.stop(number)
             drains = spec.elastic is not None and number == signal.SIGTERM
             deadline = min(deadline, time.monotonic() + _STUCK_S + (DRAIN_S if drains else 0.0))

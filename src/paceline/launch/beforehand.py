@@ -32,7 +32,12 @@ def check_elastic(settings: Settings) -> None:
 
 
 def check_fixed(settings: Settings) -> None:
-    """Refuse what needs members that may go."""
+    """Refuse what needs members that may come and go."""
+    if settings.lr_rule != "keep":
+        raise ConfigError(
+            f"--lr-rule {settings.lr_rule}: the learning rate follows the number of members in elastic runs of "
+            "all-reduce; give -n MIN:MAX, or leave it out"
+        )
     if settings.stragglers == "drop":
         raise ConfigError(
             "--stragglers drop: members can leave only a run that goes on without them; give -n MIN:MAX, or use "

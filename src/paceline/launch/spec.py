@@ -43,6 +43,11 @@ class Elastic:
             raise ConfigError(f"silence_s={self.silence_s:g}: give a time above 0")
         if self.slots is not None and self.slots < 0:
             raise ConfigError(f"slots={self.slots}: give 0 or more")
+        if self.own_slots < self.least and not (self.listen or self.hosts):
+            raise ConfigError(
+                f"slots={self.slots}: this host alone cannot have the {self.least} members that are needed at least; "
+                "give --listen or --hosts, or more slots"
+            )
         if self.listen and _is_everywhere(self.listen):
             raise ConfigError(f"listen={self.listen!r}: name the one address of this host on which the others reach it")
         if "{host}" not in self.start_on:

@@ -50,18 +50,20 @@ class Staff:
                 f"size={size}: must be between {rules.least} and {rules.most}, as in -n {rules.least}:{rules.most}"
             )
         books.run.target, books.dirty = size, True
-        have = [s for s in books.seats.values() if s.wanted and not s.draining]
+        have = [s for s in books.seats.values() if s.wanted]  # who leaves a host that goes is started elsewhere
         if size == len(have):
             return f"{size} members, as before"
         if size > len(have):
-            # Those that were never lost first.
-            spare = [s for s in books.seats.values() if not (s.wanted or s.here or books.hosts.runs(s.host, s.id))]
-            spare.sort(key=lambda s: s.replaced)
-            new = spare[: size - len(have)]
+            # Those that were never lost first; last those that have not left yet, and are started when they have.
+            leaving = {s.id for s in books.seats.values() if s.here or books.hosts.runs(s.host, s.id)}
+            spare = [s for s in books.seats.values() if not s.wanted and s.state != "finished"]
+            new = sorted(spare, key=lambda s: (s.id in leaving, s.replaced))[: size - len(have)]
             for seat in new:
-                seat.wanted, seat.draining = True, False
-                books.turn(seat, "idle", now)
-                books.watch[seat.id].start_at = now
+                seat.wanted = True
+                if seat.id not in leaving:
+                    seat.draining = False
+                    books.turn(seat, "idle", now)
+                    books.watch[seat.id].start_at = now
             slots = books.hosts.free()
             wait = f"; {len(new) - slots} of them wait for a free slot" if slots < len(new) else ""
             return f"{len(have)} to {len(have) + len(new)} members: {_names(new)} will be started{wait}"

@@ -107,6 +107,7 @@ class Loop:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.window.open = False
         if self._world.dropped:
+            self._replica.put_back()
             return
         if self._team:
             self._team.commits += 1

@@ -145,6 +145,19 @@ class Replica:
             assert self._healing.pipe is not None
             self._coming = Coming(state["late"], self._healing.pipe, self._world.limit_s)
 
+    def put_back(self) -> None:
+        """A step was dropped: what the loop looks at in the rest of its turn is as of the last commit, but for batches.
+        What it changes there is put back too, when it asks for its next one."""
+        if self._held is None:
+            return
+        state = unpack(memoryview(self._held))
+
+        def put(part: Stateful, own: dict[str, Any]) -> None:
+            if not isinstance(part, Loader):
+                part.load_state_dict(own)
+
+        self._saver.restore(state["parts"], put)
+
     def _put(self, part: Stateful, own: dict[str, Any]) -> None:
         if isinstance(part, Loader):
             rank, size = self._seat
