@@ -39,7 +39,7 @@ book = Book(run, model, loader, 2, options.ledger)
 
 def show_the_queue():
     deadline = time.monotonic() + 20
-    while not (lines := queue_of(runs.look(run.dir))) and time.monotonic() < deadline:
+    while len(lines := queue_of(runs.look(run.dir))) < 3 and time.monotonic() < deadline:  # steps, until it is written
         time.sleep(0.1)
     print("queue", " | ".join(lines), flush=True)
 
