@@ -105,9 +105,10 @@ def test_who_are_drained_all_at_once_save_before_they_leave(members: int, tmp_pa
 
 @pytest.mark.slow
 def test_a_first_member_that_was_away_leaves_the_report_to_the_one_that_took_over(tmp_path: Path) -> None:
-    plan = FaultPlan().pause(member=0, step=8, for_s=4.0)
-    result = run_with(tmp_path, plan, epochs=4)
+    plan = FaultPlan().pause(member=0, step=8, for_s=2.5)
+    result = run_with(tmp_path, plan, epochs=12)
     result.must_be_clean()
+    assert "member 0 is here" in result.output, result.output  # before the end
     assert result.output.count("report: ") == 1, result.output
     assert "[1] report: " in result.output
 
