@@ -91,6 +91,46 @@ def test_what_would_be_started(capsys):
     assert "PACELINE_RENDEZVOUS" not in shown
 
 
+def test_what_would_be_started_with_slots_for_some(capsys):
+    options = ["-n", "2:3", "--slots", "1", "--listen", "127.0.0.1", "--dry-run"]
+    assert cli.main(["run", *options, "train.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "# 1 of the 3 members have a slot here (--slots)" in shown
+    assert len(re.findall("PACELINE_SCHEDULER=", shown)) == 1
+
+
+def test_status_of_an_elastic_run_waits_for_nobody_who_has_left():
+    Path("train.py").write_text(
+        """
+import os, time
+from pathlib import Path
+from paceline.core.status import Status
+rank = int(os.environ["PACELINE_RANK"])
+status = Status(Path(f"runs/x/status/rank-{rank}"))
+status.set("waiting for members: 1 of at least 2" if rank == 0 else "finished")
+print("up")
+if rank == 0:
+    time.sleep(60)
+"""
+    )
+    launcher = subprocess.Popen(
+        [*PACELINE, "run", "-n", "2:2", "--name", "x", "--standbys", "0", "train.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(launcher, "up", times=2)
+        shown = paceline("status", "x").stdout
+        while not re.search("1 +gone", shown):
+            shown = paceline("status", "x").stdout
+    finally:
+        launcher.send_signal(signal.SIGINT)
+        launcher.communicate(timeout=20)
+    assert "waiting for members: 1 of at least 2" in shown
+    assert "the others wait" not in shown
+
+
 def test_the_help_names_it(capsys):
     with pytest.raises(SystemExit):
         cli.main(["run", "--help"])

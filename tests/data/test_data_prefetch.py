@@ -206,6 +206,30 @@ def test_a_worker_dies_with_its_member() -> None:
     assert not lives
 
 
+HANGS_UP = """
+import time
+import torch
+from multiprocessing import current_process, resource_sharer
+from multiprocessing.connection import Client
+from torch.utils.data import Dataset
+from paceline.data import Loader
+class Data(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        if index == 4:  # as a member does that is killed while it takes a batch over
+            resource_sharer.DupFd(0)
+            Client(resource_sharer._resource_sharer._address, authkey=current_process().authkey).close()
+            time.sleep(0.3)
+        return torch.zeros(3)
+print(sum(len(batch) for batch in Loader(Data(), batch_size=2, shuffle=False, workers=1)))
+"""
+
+
+def test_a_worker_says_nothing_of_a_member_that_hangs_up() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS_UP], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("8\n", "")
+
+
 def alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:

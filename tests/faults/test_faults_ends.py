@@ -9,12 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from _carried import Kept
+from _elastic import run_with
 
 from paceline.core.settings import Settings
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.spec import Elastic, JobSpec
 from paceline.testing.cluster import Cluster, leftovers
 from paceline.testing.ledger import Ledger
+from paceline.testing.plan import FaultPlan
 
 KILLED = """
 import os, signal
@@ -99,3 +101,43 @@ def test_who_are_drained_all_at_once_save_before_they_leave(members: int, tmp_pa
     found = Ledger.read(ledger).check()
     assert found.clean, f"{found}\n{kept.text}"
     assert not leftovers(first.token) | leftovers(second.token)
+
+
+@pytest.mark.slow
+def test_a_first_member_that_was_away_leaves_the_report_to_the_one_that_took_over(tmp_path: Path) -> None:
+    plan = FaultPlan().pause(member=0, step=8, for_s=2.5)
+    result = run_with(tmp_path, plan, epochs=12)
+    result.must_be_clean()
+    assert "member 0 is here" in result.output, result.output  # before the end
+    assert result.output.count("report: ") == 1, result.output
+    assert "[1] report: " in result.output
+
+
+FAILS = """
+import os, sys, time
+import atexit
+atexit.register(lambda: time.sleep(3.0 if failed else 0.0))  # after the run has been left
+import torch, paceline
+failed = False
+run = paceline.join()
+model = torch.nn.Linear(4, 1)
+optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+loader = run.loader(torch.randn(64, 4), batch_size=4)
+for epoch in run.epochs(1):
+    for x in loader:
+        if os.environ["PACELINE_RANK"] == "1" and run.step == 2:
+            failed = True
+            raise ValueError("why")
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+"""
+
+
+def test_one_that_failed_and_ends_only_after_the_run_has_finished_was_lost_on_the_way(tmp_path: Path) -> None:
+    settings = Settings(root=str(tmp_path), name="x", progress="off", checkpoint_keep=0)
+    elastic = Elastic(least=1, most=2, standbys=0, replacements=0)
+    with Cluster(2, elastic=elastic).start(FAILS, settings=settings) as running:
+        outcome = running.outcome(60.0)
+    assert outcome.code == 0
+    assert [(e.rank, e.error) for e in outcome.lost] == [(1, "ValueError: why")]

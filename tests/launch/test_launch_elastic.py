@@ -221,12 +221,50 @@ def test_a_run_that_cannot_go_on_says_why_and_fails_as_the_member_did(start):
     assert len([text for text in s.kept.of(1) if text.startswith("up")]) == 2
 
 
-def test_a_script_that_fails_on_all(start):
-    s = start("raise ValueError('why')", 2, 1, 2, replacements=0)
+@pytest.mark.parametrize("replacements", [0, 3])
+def test_a_script_that_fails_on_all(start, replacements):
+    s = start("raise ValueError('why')", 2, 1, 2, replacements=replacements)
     outcome = s.job.wait(30)
     assert outcome.code == 1
     assert "ValueError: why" in outcome.first_failed.tail
     assert not s.job.met
+
+
+def test_a_mistake_in_the_script_ends_the_run_and_the_others_say_so_in_a_line(start):
+    wrong = MEMBER.replace("place = detect()", "place = detect(); dismissal.tell_in_a_line()").replace(
+        "        if place.rank in ids:",
+        "        if place.rank == 1: raise ConfigError('x=1: give 2')\n        if place.rank in ids:",
+    )
+    wrong = "from paceline.core import dismissal\nfrom paceline.core.errors import ConfigError\n" + textwrap.dedent(
+        wrong
+    )
+    s = start(wrong, 2, 1, 2)
+    outcome = s.job.wait(30)
+    assert (outcome.code, outcome.first_failed.rank, outcome.first_failed.sure) == (1, 1, "x=1: give 2")
+    assert s.job.reason == "member 1 ended with an error that would come again: x=1: give 2"
+    assert s.kept.of(0)[-1] == f"paceline: member 0 ends: {s.job.reason}"
+    assert not any("Traceback" in text for text in s.kept.of(0))
+    assert sum("ConfigError: x=1" in text for _, text in s.kept.lines) == 1
+
+
+def test_the_first_cause_is_named_although_its_process_was_killed_after_others_had_failed(start):
+    slow_end = """
+        import os, sys, time
+        from pathlib import Path
+        from paceline.core.status import Status
+        rank = os.environ["PACELINE_RANK"]
+        if rank == "1":
+            Status(Path(f"runs/x/status/rank-{rank}")).set("failed: ValueError: why")
+            Path("failed").touch()
+            time.sleep(60)
+        while not Path("failed").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        sys.exit(7)
+    """
+    s = start(slow_end, 2, 2, 2, replacements=0)
+    outcome = s.job.wait(30)
+    assert (outcome.code, outcome.first_failed.rank, outcome.first_failed.error) == (1, 1, "ValueError: why")
 
 
 def test_a_script_that_never_joins_runs_once_on_each(start):

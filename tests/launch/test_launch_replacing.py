@@ -80,3 +80,10 @@ def test_it_takes_servers() -> None:
         JobSpec(script="train.py", num_members=2, replacing=Replacing())
     with pytest.raises(ConfigError, match="least=3 of 2 members"):
         JobSpec(script="train.py", num_members=2, num_servers=1, replacing=Replacing(least=3))
+
+
+def test_an_error_that_would_come_again_ends_the_run(tmp_path: Path) -> None:
+    told = Told(tmp_path, workers=3, replacements=9)
+    assert told.replacements.lost(1, 1, 1, "lr=-1: give more") is None
+    assert told.replacements.reason == "member 1 ended with an error that would come again: lr=-1: give more"
+    assert told.lines == []

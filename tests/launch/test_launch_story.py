@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from paceline.core.view import Member, View
@@ -9,10 +10,11 @@ from paceline.launch.story import has_met, tell
 from paceline.membership.orders import Picture, Seen, Site
 
 
-def picture(*members, ids=(0, 1), quarantined=()):
+def picture(*members, ids=(0, 1), quarantined=(), least=1, over=None):
     view = View(number=1, members=tuple(Member(rank=r, host="h", pid=1, id=i) for r, i in enumerate(ids)))
     hosts = tuple(Site(name=name, slots=1, running=0, state="quarantined") for name in quarantined)
-    return Picture(term=1, view=view if ids else None, least=1, target=2, most=4, members=members, hosts=hosts)
+    shown = view if ids else None
+    return Picture(term=1, view=shown, least=least, target=2, most=4, members=members, hosts=hosts, over=over)
 
 
 def seen(id, state="in", **more):
@@ -39,6 +41,16 @@ WELL = picture(seen(0), seen(1))
             ["member 1 ended with code 1; the others go on without it: it was started again 3 times already"],
         ),
         (picture(seen(0), seen(1, "drained"), ids=(0,)), ["member 1 has left: 1 member trains now"]),
+        (picture(seen(0, "draining"), seen(1, "drained")), ["member 1 has left"]),
+        (picture(seen(0), seen(1, "drained"), ids=(0,), over="too few"), []),
+        (
+            picture(seen(0), seen(1, "lost", why="ended with code 1", replaced=3), ids=(0,), over="too few"),
+            ["member 1 ended with code 1: it was started again 3 times already"],
+        ),
+        (
+            picture(seen(0), seen(1, "lost", why="ended with code 1", again_at=100.5), ids=(0,), least=2),
+            ["member 1 ended with code 1; the others wait; it is started again in 0.5 s (1 of 3)"],
+        ),
         (picture(seen(0), seen(1), seen(2), ids=(0, 1, 2)), ["member 2 joined: 3 members train now"]),
         (
             picture(seen(0), seen(1), quarantined=("h",)),
@@ -61,3 +73,12 @@ def test_whether_anybody_came():
     assert not has_met(picture(seen(0, "starting"), seen(1, "lost"), ids=()))
     assert not has_met(picture(seen(0, "finished"), ids=()))
     assert has_met(picture(seen(0, "arrived"), ids=()))
+
+
+@pytest.mark.parametrize(("others", "end"), [("up", ", and are started elsewhere if there is room"), ("leaving", "")])
+def test_a_host_that_leaves(others, end):
+    def hosts(one, other):
+        sites = tuple(Site(name=n, slots=1, running=1, state=s) for n, s in (("a", one), ("b", other)))
+        return msgspec.structs.replace(WELL, hosts=sites)
+
+    assert tell(hosts("up", others), hosts("leaving", others), 3) == [f"host a leaves: its members go{end}"]

@@ -293,7 +293,7 @@ class Twice:
         self.times, self.lost_ones, self.running, self.reason = times, [], [], ""
         self.joining = set()
 
-    def lost(self, rank, pid, code):
+    def lost(self, rank, pid, code, error=""):
         self.lost_ones.append((rank, code))
         if len(self.lost_ones) <= self.times:
             return 0.05

@@ -242,3 +242,38 @@ def test_the_stubborn_are_killed(stage):
     s.until(lambda: s.crew.gone)
     assert "asked" in s.kept.of(0)
     assert s.said(orders.Ended) == [orders.Ended(0, -9)]
+
+
+def test_an_error_that_would_come_again_is_reported_with_the_end(stage):
+    s = stage(
+        """
+        import sys
+        from paceline.core.errors import ConfigError
+        print("x\\n" * 3000)
+        raise ConfigError("x=1: give 2")
+        """
+    )
+    s.start(0)
+    s.until(lambda: s.said(orders.Ended))
+    assert s.said(orders.Ended) == [orders.Ended(0, 1, "x=1: give 2")]
+
+
+def test_where_all_followed_the_one_that_was_started_again_is_to_blame(stage):
+    s = stage(
+        """
+        import os, sys, time
+        print("up")
+        if not os.path.exists(sys.argv[0] + ".again"):
+            open(sys.argv[0] + ".again", "w").close()
+            sys.exit(5)
+        print("paceline: member 0 ends: too few")
+        sys.exit(1)
+        """
+    )
+    s.start(0)
+    s.until(lambda: s.said(orders.Ended))
+    s.start(0)
+    s.until(lambda: len(s.said(orders.Ended)) == 2)
+    s.crew.obey(orders.Over(1, "too few"))
+    s.until(lambda: s.crew.gone)
+    assert s.crew.outcome().first_failed.code == 5

@@ -645,3 +645,52 @@ def test_random_words_change_nothing_that_is_promised():
                 roster, term = Roster.load(roster.dump(), rules, now), term + 1
                 assert roster.term == term
         assert all(m.replaced <= 3 for m in roster.look(now, now).members)
+
+
+def test_an_error_that_would_come_again_ends_the_run_at_once():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    gone = process(world, 1)
+    gone.alive = False
+    world.do(lambda r: r.ended("a", 1, 1, world.now, "lr=-1: give more"))
+    world.run(3)
+    assert world.over["a"] == "member 1 ended with an error that would come again: lr=-1: give more"
+    assert world.starts[1] == 1
+
+
+def test_a_host_that_joins_with_a_mistake_does_not_end_a_run_that_trains():
+    world = World({"a": 2, "b": 2}, least=2, target=3, most=3, replacements=9)
+    formed(world)
+    world.do(lambda r: r.formed(0, world.picture().view.number, world.now, 1))
+    world.kill(process(world, 2))
+    while not process(world, 2).alive:
+        world.run(0.1)
+    again = process(world, 2)
+    again.alive = False
+    world.do(lambda r: r.ended(again.host, 2, 1, world.now, "no such device"))
+    assert len(formed(world, 8.0)) == 3
+    assert not world.over
+
+
+def test_a_script_that_fails_on_all_before_the_first_step_is_not_started_again():
+    world = World({"a": 2}, least=1, target=2, most=2)
+    formed(world)
+    for id in (0, 1):
+        assert not world.over
+        world.end(process(world, id), 1)
+    world.run(5)
+    assert "every member failed before the first step" in world.over["a"]
+    assert world.starts == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("codes", [(-9, -9), (1, -9)])
+def test_who_is_killed_or_has_taken_a_step_is_started_again(codes):
+    world = World({"a": 2}, least=1, target=2, most=2)
+    formed(world)
+    for id, code in enumerate(codes):
+        world.end(process(world, id), code)
+    assert len(formed(world, 5.0)) == 2
+    world.do(lambda r: r.formed(0, world.picture().view.number, world.now, 1))
+    for id in (0, 1):
+        world.end(process(world, id), 1)
+    assert len(formed(world, 8.0)) == 2

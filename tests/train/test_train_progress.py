@@ -194,6 +194,20 @@ def test_plain_lines_within_an_epoch_are_seconds_apart(monkeypatch: pytest.Monke
     assert 5 <= len(stream.getvalue().splitlines()) <= 6
 
 
+def test_no_line_comes_just_before_that_of_the_epochs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    progress = make_progress("plain", stream)
+    progress({"kind": "epoch", "time": 0.0, "epoch": 0, "epochs": 1, "steps": 52})
+    for number in range(1, 53):  # a line is due at step 50
+        clock[0] += 0.1
+        progress(step(number, number / 10))
+    progress({"kind": "metric", "time": 5.2, "name": "epoch/loss", "value": 0.5, "step": 52})
+    progress.close()
+    assert [line.split("  ")[1] for line in stream.getvalue().splitlines()] == ["step 52"]
+
+
 def test_modes() -> None:
     stream = io.StringIO()
     off = make_progress("off", stream)

@@ -29,6 +29,16 @@ def test_the_reason_follows_from_where_its_own_time_goes(slow: Pace, reason: str
     assert told(slow) == [(2, reason)]
 
 
+@pytest.mark.parametrize(("queued_s", "reason"), [(0.018, "load"), (0.0005, "idle")])
+def test_one_that_sleeps_is_told_from_one_that_others_crowd_out(queued_s: float, reason: str) -> None:
+    usual = USUAL._replace(queued_s=0.0)
+    found = Stragglers()
+    slow = Pace(0.001, 0.030, 0.010, queued_s=queued_s)
+    (named,) = [s for _ in range(60) for s in found.note([usual, usual, slow])]
+    assert named.reason == reason
+    assert ("its script sleeps" in named.text) == (reason == "idle")
+
+
 def test_nobody_is_named_where_all_are_alike_or_for_a_single_slow_turn() -> None:
     assert told(USUAL) == []
     found = Stragglers()
@@ -71,4 +81,5 @@ def test_a_slow_member_is_named_by_the_first_and_not_who_waits_for_it() -> None:
     """
     first, second = Cluster(2).run(script)
     assert first.output.count("member 1 takes") == 1
+    assert "its script sleeps" in first.output
     assert "takes" not in second.output

@@ -211,7 +211,7 @@ def test_who_has_committed_a_step_less_gets_the_state_of_one_who_has(three: Thre
     assert ahead.book
     assert behind.book
     ahead.book.word = "after step 2"
-    ahead.team.commit()
+    ahead.team.committed(2)
     lose(members, agent)
     together(lambda: broken(ahead), lambda: broken(behind))
     assert behind.book.word == "after step 2"
@@ -225,14 +225,14 @@ def test_who_was_left_out_and_did_not_know_it_gets_the_others_step_of_the_same_n
     for each in members:
         assert each.book
         each.book.word = "after step 1"
-    left_out.team.commit()
+    left_out.team.committed(2)
     left_out.book.word = "step 2 of the old view"
     agent.beat([1])  # it is stopped
     together(lambda: broken(one), lambda: broken(other))
     assert one.team.view
     assert [member.id for member in one.team.view.members] == [0, 2]
     for each in (one, other):
-        each.team.commit()
+        each.team.committed(2)
         each.book.word = "step 2"
     agent.beat([])
 
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_was_due_is_due_for_all(three: Three) -> None:
     ahead, behind = members[:2]
     assert ahead.book
     assert behind.book
-    ahead.team.commit()
+    ahead.team.committed(2)
     ahead.book.saving = True
     lose(members, agent)
     together(lambda: broken(ahead), lambda: broken(behind))

@@ -41,6 +41,7 @@ TOLD = (
     view(4, 105.0, lost=[0, 2], joined=[3], size=2, seconds=0.75),
     view(5, 106.0, seconds=0.1, reason="a line broke"),
 )
+SHORT = (view(6, 107.0, lost=[3], size=1, seconds=0.5), view(7, 114.0, joined=[3], seconds=7.06, short=True))
 
 
 def test_what_they_add_up_to(tmp_path: Path) -> None:
@@ -60,6 +61,13 @@ def test_what_they_add_up_to(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert "Members that came and went" in page
     assert "member 1 was &lt;killed&gt;" in page
+
+
+def test_a_standstill_for_lack_of_members_is_told_apart(tmp_path: Path) -> None:
+    events(tmp_path, 0, start(100.0), *SHORT, end(120.0))
+    views = read(tmp_path).views
+    assert views is not None
+    assert views.line.endswith("; 0.50 s in recovery, 7.1 s waiting for members")
 
 
 def test_many_are_counted_and_few_are_kept(tmp_path: Path) -> None:

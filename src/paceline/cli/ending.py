@@ -21,10 +21,14 @@ _HINTS = {
 }
 
 
-def failure(outcome: Outcome, first: Ended, logs: dict[int, Path], *, workers: int, again: list[str]) -> str:
-    """What to say about a run that failed; `again` is the command that goes on with it."""
+def failure(
+    outcome: Outcome, first: Ended, logs: dict[int, Path], *, workers: int, again: list[str], reason: str = ""
+) -> str:
+    """What to say about a run that failed; `again` is the command that goes on with it, `reason` was said already."""
     others = [e for e in outcome.ended if e.rank != first.rank]
     lines = [f"rank {first.rank} failed first: {exit_text(first.code)}, after {first.seconds:.1f} s"]
+    if first.error and first.code < 0:
+        lines = [f"rank {first.rank} failed first: {first.error} (and was {how(first.code)} while it ended)"]
     if first.rank >= workers:
         end = f"was {how(first.code)}" if first.code < 0 else f"ended with {how(first.code)}"
         lines = [
@@ -32,9 +36,11 @@ def failure(outcome: Outcome, first: Ended, logs: dict[int, Path], *, workers: i
             "the parameters",
             f"  resume from the last checkpoint with: {shlex.join(again)}",
         ]
-    elif hint := _HINTS.get(-first.code):  # type: ignore[call-overload]
+    elif (hint := _HINTS.get(-first.code)) and not first.error:  # type: ignore[call-overload]
         lines.append(f"  ({hint})")
-    if first.tail:
+    if first.sure and first.sure in reason:
+        pass  # it was said already
+    elif first.tail:
         lines.append("  its last lines:")
         lines += [f"    {clean(text, colours=False)}" for text in first.tail]
     else:
@@ -49,8 +55,9 @@ def failure(outcome: Outcome, first: Ended, logs: dict[int, Path], *, workers: i
                 )
     for ended in others:
         if ended.failed:
-            lines.append(f"  rank {ended.rank} failed after it: {exit_text(ended.code)} ({logs[ended.rank]})")
-    if stopped := [str(e.rank) for e in others if e.asked]:
+            verb = "ended because of" if ended.followed else "failed after"
+            lines.append(f"  rank {ended.rank} {verb} it: {exit_text(ended.code)} ({logs[ended.rank]})")
+    if stopped := [str(e.rank) for e in others if e.asked and not e.failed]:
         lines.append(f"  stopped because of it: rank {', '.join(stopped)}")
     return "\n".join(lines)
 

@@ -177,7 +177,14 @@ def _dry_run(spec: JobSpec) -> str:
     """Each member's command with what its environment has beyond ours, ready for a shell."""
     parts = []
     address = (spec.elastic and spec.elastic.listen) or "127.0.0.1"
-    for start in plan(spec, f"{address}:<port>", "<token>"):
+    slots = spec.elastic.own_slots if spec.elastic else None
+    starts = plan(spec, f"{address}:<port>", "<token>", slots=slots)
+    if slots is not None and slots < spec.size:
+        parts.append(
+            f"# {slots} of the {spec.size} members have a slot here (--slots); other hosts start the others so:"
+        )
+        parts += [] if slots else [f"# {shlex.join(starts[0].command)}"]
+    for start in starts if slots is None else starts[:slots]:
         added = {k: v for k, v in start.env.items() if os.environ.get(k) != v}
         words = [f"{k}={shlex.quote(v)}" for k, v in added.items()]
         parts.append(f"# rank {start.rank}\n{' '.join(words)} {shlex.join(start.command)}")
@@ -262,7 +269,7 @@ def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Dis
         display.say(ending.stopped(outcome.stopped_by, _short(job.dir), again))
     elif first := outcome.first_failed:
         workers = spec.elastic.most if spec.elastic else spec.num_members
-        display.say(ending.failure(outcome, first, logs, workers=workers, again=again))
+        display.say(ending.failure(outcome, first, logs, workers=workers, again=again, reason=job.reason))
     elif spec.num_members > 1 and not job.met:
         display.say(ending.never_joined(spec.num_members))
 

@@ -3,7 +3,8 @@
 PacelineError
 ├── ConfigError        the user's input is wrong: names the field, the value, what is allowed, what to do
 ├── Interrupted        the view changed under an operation: drop it and go on in the next view
-│   └── TimedOut       a wait reached its limit; names the members that did not arrive
+│   ├── TimedOut       a wait reached its limit; names the members that did not arrive
+│   └── Dismissed      this member is told to end: the run is over, or goes on without it
 ├── Lost               state is gone: heal, then go on
 │   └── CheckpointError  a checkpoint is torn, altered or does not fit
 ├── CheckpointFailed   a checkpoint could not be written; training goes on (checkpoint/files.py)
@@ -32,6 +33,10 @@ class Interrupted(PacelineError):
 
 class TimedOut(Interrupted, TimeoutError):
     """A wait reached its limit."""
+
+
+class Dismissed(Interrupted):
+    """This member is told to end: the run is over, or goes on without it. It says so in a line, not in a traceback."""
 
 
 class Lost(PacelineError):

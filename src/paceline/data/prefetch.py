@@ -14,9 +14,11 @@ import ctypes
 import os
 import queue
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -199,10 +201,17 @@ def _as_it_is(item: T) -> T:
 
 
 def _die_with_parent(worker: int) -> None:
-    parent = os.getppid()
+    parent, sys.excepthook = os.getppid(), _unless_parent_is_gone
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; torch itself looks every 5 s only
     except (OSError, AttributeError):
         return
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _unless_parent_is_gone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of a worker's own threads; not that of the one that hands out memory, to a parent that has ended
+    or wants no more."""
+    if not isinstance(error, EOFError | ConnectionError):
+        sys.__excepthook__(kind, error, trace)

@@ -31,7 +31,7 @@ from paceline.environment import this_host
 from paceline.environment.paceline import VARIABLES
 from paceline.launch import reach, record
 from paceline.launch.background import Background
-from paceline.launch.finishing import made_good
+from paceline.launch.finishing import made_good, with_last_words
 from paceline.launch.keeper import Keeper
 from paceline.launch.kit import Kit, work_of
 from paceline.launch.plan import told
@@ -192,9 +192,9 @@ class ElasticJob:
                 self._line.close()
             if self._posts:
                 self._posts.close()
-        outcome = replace(self._crew.outcome(), unfinished=bool(self.reason))
+        outcome = with_last_words(replace(self._crew.outcome(), unfinished=bool(self.reason)), self.dir)
         if self._crew.over == "" and not outcome.stopped_by:
-            outcome = made_good(outcome, self.dir, self._record.run.started, self._say)
+            outcome = made_good(outcome, self.dir, self._record.run.started, self._crew.over_at, self._say)
         return outcome
 
     @property

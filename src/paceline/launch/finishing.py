@@ -5,6 +5,7 @@ Training was over then, and the others are done: the run has finished, with a wa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,30 @@ from pathlib import Path
 from paceline.core import status
 from paceline.membership.agent import Ended, Outcome
 
+_FAILED = "failed: "  # how what a member does begins, once it has failed
 
-def made_good(outcome: Outcome, directory: Path, since: float, say: Callable[[str], None]) -> Outcome:
-    """The outcome of a run that has finished; `since`: when it began (time.time())."""
-    ended = tuple(replace(e, losable=e.losable or _ended_in_the_report(e, directory)) for e in outcome.ended)
+
+def with_last_words(outcome: Outcome, directory: Path) -> Outcome:
+    """The outcome with what members had said they failed of, and when: the end of the process may come long after it,
+    and by another cause."""
+
+    def told(ended: Ended) -> Ended:
+        said = status.read(directory / "status" / f"rank-{ended.rank}", ended.rank)
+        if said is None or said.pid != ended.pid or not ended.code or not said.what.startswith(_FAILED):
+            return ended
+        at = min(ended.at, time.monotonic() - (time.time() - said.since))
+        return replace(ended, error=said.what.removeprefix(_FAILED), at=at)
+
+    return replace(outcome, ended=tuple(map(told, outcome.ended)))
+
+
+def made_good(outcome: Outcome, directory: Path, since: float, over_at: float, say: Callable[[str], None]) -> Outcome:
+    """The outcome of a run that has finished; `since`: when it began (time.time()), `over_at`: when it was over
+    (time.monotonic())."""
+    ended = tuple(
+        replace(e, losable=e.losable or _ended_in_the_report(e, directory) or (bool(e.error) and e.at < over_at))
+        for e in outcome.ended
+    )
     outcome = replace(outcome, ended=ended)
     if outcome.code == 0 and outcome.lost and (directory / "events").is_dir():
         from paceline.train import afterwards  # which takes longer to import than all that the launcher needs

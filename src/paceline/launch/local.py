@@ -14,6 +14,7 @@ from paceline.core.settings import Settings
 from paceline.launch import record, servers
 from paceline.launch.background import Background
 from paceline.launch.elastic import ElasticJob
+from paceline.launch.finishing import with_last_words
 from paceline.launch.plan import plan, told
 from paceline.launch.replacing import Replacements
 from paceline.launch.resuming import Resuming
@@ -134,6 +135,7 @@ class LocalJob:
                     if self._stopped_by:  # while the agent was another one
                         self._agent.stop(self._stopped_by)
                     outcome = self._agent.run()
+                outcome = with_last_words(outcome, self.dir)
                 code = outcome.code
                 return outcome
             finally:

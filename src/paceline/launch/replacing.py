@@ -51,8 +51,13 @@ class Replacements:
     def joining(self) -> Collection[int]:
         return list(self._joining)
 
-    def lost(self, rank: int, pid: int, code: int) -> float | None:
-        """A worker is lost: in how many seconds it is started again; None: not any more."""
+    def lost(self, rank: int, pid: int, code: int, error: str = "") -> float | None:
+        """A worker is lost: in how many seconds it is started again; None: not any more, as when it ended by an `error`
+        that would come again."""
+        if error:
+            self._gone.add(rank)
+            self.reason = f"member {rank} ended with an error that would come again: {error}"
+            return None
         doing = status.read(self._directory / "status" / f"rank-{rank}", rank)
         trained = doing is not None and doing.pid == pid and rank not in self._joining
         self._fails[rank] = 0 if trained else self._fails[rank] + 1

@@ -29,17 +29,20 @@ def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]
         replaced_now = (old is None or old.state != "lost") and seen.replaced > (old.replaced if old else 0)
         if lost_now or replaced_now:
             lines.append(_lost(seen, after, replacements))
-        elif old and old.state != "drained" and seen.state == "drained":
-            lines.append(f"member {seen.id} has left: {_train(is_in - {seen.id})}")
+        elif old and old.state != "drained" and seen.state == "drained" and after.over is None:
+            stay = is_in - {s.id for s in after.members if s.state in ("draining", "drained")}
+            lines.append(f"member {seen.id} has left" + (f": {_train(stay)}" if stay else ""))
     if came := sorted(is_in - was_in) if was_in else []:
         who = ("member " if len(came) == 1 else "members ") + ", ".join(map(str, came))
         lines.append(f"{who} joined: {_train(is_in)}")
     was = {site.name: site.state for site in before.hosts} if before else {}
     new = [site for site in after.hosts if site.state != was.get(site.name, "")]
-    return lines + [_host(site, was.get(site.name, "")) for site in new if before or site.state == "quarantined"]
+    elsewhere = any(site.state == "up" for site in after.hosts)
+    told = [site for site in new if before or site.state == "quarantined"]
+    return lines + [_host(site, was.get(site.name, ""), elsewhere) for site in told]
 
 
-def gone(what: str, times: int, most: int, wait_s: float | None) -> str:
+def gone(what: str, times: int, most: int, wait_s: float | None, others: str = "the others go on") -> str:
     """Of a lost member, which was started again so often before; None: it is not any more.
 
     >>> gone("member 2 was killed", 1, 3, 0.5)
@@ -48,10 +51,10 @@ def gone(what: str, times: int, most: int, wait_s: float | None) -> str:
     'member 2 was killed; the others go on without it: it was started again once already'
     """
     if wait_s is not None:
-        return f"{what}; the others go on; it is started again in {wait_s:.1f} s ({times + 1} of {most})"
+        return f"{what}; {others}; it is started again in {wait_s:.1f} s ({times + 1} of {most})"
     often = "once" if times == 1 else f"{times} times"
     used_up = f": it was started again {often} already" if times >= most > 0 else ""
-    return f"{what}; the others go on without it{used_up}"
+    return f"{what}; {others} without it{used_up}" if others else f"{what}{used_up}"
 
 
 class Story:
@@ -89,13 +92,13 @@ def has_met(picture: Picture) -> bool:
     return picture.view is not None or any(seen.state in here for seen in picture.members)
 
 
-def _host(site: Site, was: str) -> str:
+def _host(site: Site, was: str, elsewhere: bool) -> str:
     """How a host's state has changed."""
     slots = "1 slot" if site.slots == 1 else f"{site.slots} slots"
     return f"host {site.name} " + {
         "up": f"has joined, with {slots}" if not was else "is heard again" if was == "silent" else "is back",
         "silent": "is not heard any more",
-        "leaving": "leaves: its members go, and are started elsewhere if there is room",
+        "leaving": "leaves: its members go" + (", and are started elsewhere if there is room" if elsewhere else ""),
         "quarantined": "is quarantined: it keeps losing members, and none is started there any more",
     }.get(site.state, site.state)
 
@@ -110,7 +113,11 @@ def _train(ids: set[int]) -> str:
 
 def _lost(seen: Seen, picture: Picture, replacements: int) -> str:
     what = f"member {seen.id} {seen.why or 'was lost'}"
+    if picture.over is not None:
+        return gone(what, seen.replaced, replacements, None, "")
+    left = _ids(picture) - {other.id for other in picture.members if other.state == "lost"}
+    others = "the others go on" if len(left) >= picture.least else "the others wait" if left else "nobody is left"
     if seen.state != "lost":  # it runs again already
-        return f"{what}; the others go on; it was started again ({seen.replaced} of {replacements})"
+        return f"{what}; {others}; it was started again ({seen.replaced} of {replacements})"
     wait_s = max(0.0, seen.again_at - seen.since) if seen.again_at else None
-    return gone(what, seen.replaced, replacements, wait_s)
+    return gone(what, seen.replaced, replacements, wait_s, others if wait_s is not None or left else "")

@@ -15,17 +15,32 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from paceline.core.errors import PacelineError
+from paceline.membership.lines import clean
 from paceline.membership.process import Process, Show, Start
 from paceline.membership.watch import Watch
 
 # What a member says when it ends because another one did: it is not the one to blame.
-_FOLLOWED = re.compile(r"paceline\.core\.errors\.Interrupted:|.*Connection (closed|reset) by peer")
+_FOLLOWED = re.compile(
+    r"paceline\.core\.errors\.Interrupted:|paceline: member \d+ ends: |.*Connection (closed|reset) by peer"
+)
+_FOLLOWERS = ("Interrupted:", "Dismissed:")
+_SURE = re.compile(r"paceline\.core\.errors\.ConfigError: (.*)")
+
+
+def sure_error(tail: Iterable[str]) -> str:
+    """What a member ended by, if it was an error that would come again (ConfigError), by its last lines; else "".
+
+    >>> sure_error(["Traceback", "paceline.core.errors.ConfigError: lr=-1: give more", "failed  step 3"])
+    'lr=-1: give more'
+    """
+    found = [match for line in tail if (match := _SURE.match(clean(line, colours=False)))]
+    return found[-1][1] if found else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +54,8 @@ class Ended:
     asked: bool  # whether it had been told to stop
     losable: bool = False  # the others can go on without it
     at: float  # time.monotonic()
+    pid: int = 0
+    error: str = ""  # what it said it failed of, before its process ended
 
     @classmethod
     def of(cls, process: Process, *, asked: bool, losable: bool) -> Ended:
@@ -51,16 +68,22 @@ class Ended:
             asked=asked,
             losable=losable,
             at=process.ended,
+            pid=process.pid,
         )
 
     @property
     def failed(self) -> bool:
-        return self.code != 0 and not self.asked
+        return self.code != 0 and (not self.asked or bool(self.error))
 
     @property
     def followed(self) -> bool:
         """Whether its last words say that it ended because another member did."""
-        return any(_FOLLOWED.match(line) for line in self.tail)
+        return self.error.startswith(_FOLLOWERS) or any(_FOLLOWED.match(line) for line in self.tail)
+
+    @property
+    def sure(self) -> str:
+        """The error by which it ended, if that would come again; else ""."""
+        return sure_error(self.tail) if self.code > 0 else ""
 
 
 @dataclass(frozen=True)
@@ -82,11 +105,19 @@ class Outcome:
     def first_failed(self) -> Ended | None:
         """The failure to blame: the earliest that did not follow from another's.
 
-        Where one that was needed followed, the others could not go on without the one that was lost after all.
+        Where one that was needed followed, the others could not go on without the one that was lost after all; where
+        all followed, it was one that was started again.
         """
         failed = [e for e in self.ended if e.failed]
         first = min((e for e in failed if not e.losable), key=lambda e: (e.followed, e.at), default=None)
-        return min(failed, key=lambda e: (e.followed, e.at)) if first and first.followed else first
+        if first is None and not self.unfinished:
+            return None
+        if first is None or first.followed:
+            first = min(failed, key=lambda e: (e.followed, e.at), default=None)
+        if first is None or first.followed:
+            before = [e for e in self.replaced if e.failed]
+            first = min([*before, *failed], key=lambda e: (e.followed, e.at), default=None)
+        return first
 
     @property
     def code(self) -> int:
@@ -94,7 +125,7 @@ class Outcome:
         if self.stopped_by:
             return 128 + self.stopped_by
         if first := self.first_failed:
-            return first.code if first.code > 0 else 128 - first.code
+            return 1 if first.error and first.code < 0 else first.code if first.code > 0 else 128 - first.code
         return int(self.unfinished)
 
 
@@ -113,8 +144,9 @@ class Again(Protocol):
     def joining(self) -> Collection[int]:
         """Ranks that were started again and do not take part yet."""
 
-    def lost(self, rank: int, pid: int, code: int) -> float | None:
-        """In how many seconds it is started again; None: not any more."""
+    def lost(self, rank: int, pid: int, code: int, error: str = "") -> float | None:
+        """In how many seconds it is started again; None: not any more. `error`: what it ended by, if that would come
+        again."""
 
     def started(self, rank: int, pid: int) -> None: ...
     def look(self) -> None: ...
@@ -222,12 +254,15 @@ class Agent:
         again, losable = self._again, process.rank in self._losable
         if losable and again and self._failed_at is None:
             losable = again.begun
-            if losable and (wait_s := again.lost(process.rank, process.pid, process.code)) is not None:
+            error = sure_error(process.tail) if process.code > 0 else ""
+            if losable and (wait_s := again.lost(process.rank, process.pid, process.code, error)) is not None:
                 self._due[process.rank] = time.monotonic() + wait_s
             losable = losable and not again.reason
         if not losable:
             self._needed.add(process.pid)
             self._failed_at = self._failed_at or time.monotonic()
+            if again and again.reason:  # the others would notice nothing
+                self._ask()
         elif self._failed_at is None:
             self._on_lost(process.rank, process.code)
 

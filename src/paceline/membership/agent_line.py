@@ -75,10 +75,10 @@ class AgentLine:
             self._running.add(id)
             self._say(Started(id, pid))
 
-    def ended(self, id: int, code: int) -> None:
-        """A member's process has ended, or could not be started."""
+    def ended(self, id: int, code: int, error: str = "") -> None:
+        """A member's process has ended, or could not be started; `error` as in `Ended`."""
         with self._lock:
-            self._say(Ended(id, code))
+            self._say(Ended(id, code, error))
 
     def beat(self, paused: Iterable[int]) -> None:
         """These processes are stopped, from now on; it is said at once, and with each beat."""
@@ -101,7 +101,7 @@ class AgentLine:
             case Started():
                 self.started(message.id, message.pid)
             case Ended():
-                self.ended(message.id, message.code)
+                self.ended(message.id, message.code, message.error)
             case Beat():
                 self.beat(message.paused)
             case DrainHost():

@@ -90,6 +90,7 @@ class Crew:
         self._stop_at: float | None = None  # when those who still run are asked to end
         self.stopped_by = 0
         self.over: str | None = None  # why the run is over; "": it has finished
+        self.over_at = 0.0  # since when, by time.monotonic()
 
     # ---- from any thread
 
@@ -153,6 +154,8 @@ class Crew:
             if paused != self._paused:
                 self._paused = paused
                 self._report(orders.Beat(paused))
+        while self.ending and self._standbys:  # so that nobody has to wait for their end later
+            self._standbys.pop().signal(signal.SIGKILL)
         if not (self._no_standbys or self.ending):
             self._warm_up(watch, now)
 
@@ -170,8 +173,10 @@ class Crew:
             ended = [agent.Ended.of(e.process, asked=e.asked, losable=e.before) for e in self._ended]
             ended = [replace(e, losable=e.losable or e.followed) for e in ended]
             return agent.Outcome(tuple(ended), self.stopped_by)
-        last = {e.process.rank: agent.Ended.of(e.process, asked=e.asked, losable=False) for e in self._ended}
-        return agent.Outcome(tuple(last[id] for id in sorted(last)), self.stopped_by)
+        all_ended = [agent.Ended.of(e.process, asked=e.asked, losable=False) for e in self._ended]
+        last = {e.rank: e for e in all_ended}
+        replaced = tuple(e for e in all_ended if e is not last[e.rank])
+        return agent.Outcome(tuple(last[id] for id in sorted(last)), self.stopped_by, replaced=replaced)
 
     def _carry_out(self, watch: Watch, order: orders.ToAgent) -> None:
         if isinstance(order, orders.Start):
@@ -182,6 +187,7 @@ class Crew:
                 self._ask(process)
         elif self.over is None:
             self.over = order.reason if isinstance(order, orders.Over) else order.message
+            self.over_at = time.monotonic()
             if self.over:
                 self._stop_at = time.monotonic() + self._notice_s
 
@@ -217,7 +223,8 @@ class Crew:
             del self._running[process.rank]
         asked = self._asked.pop(process.pid, None) is not None
         self._ended.append(_End(process, asked, self.over is None))
-        self._report(orders.Ended(process.rank, process.code))
+        error = agent.sure_error(process.tail) if process.code > 0 and not asked else ""
+        self._report(orders.Ended(process.rank, process.code, error))
         if process.code and not asked and self.over is None:
             self._on_lost(process.rank, process.code)
 

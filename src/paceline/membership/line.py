@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from paceline.core.errors import ConfigError, Interrupted, TimedOut
+from paceline.core.errors import ConfigError, Dismissed, Interrupted, PacelineError, TimedOut
 from paceline.membership.messages import Refused
 from paceline.membership.orders import (
     Arrive,
@@ -63,7 +63,7 @@ class Line:
             self._tie = Tie(address, token, self._greet, self._heard, limit_s, self._wake)
         except Final:
             assert self._refused is not None
-            raise self._refused.error() from None
+            raise self._dismissal(self._refused) from None
 
     @property
     def standing(self) -> Standing:
@@ -82,7 +82,7 @@ class Line:
         with self._changed:
             while not (self.newest and self.newest.view.number > than):
                 if self._refused:
-                    raise self._refused.error()
+                    raise self._dismissal(self._refused)
                 if self._closed:
                     raise Interrupted("the line to the scheduler was closed on this side")
                 if self.drained:
@@ -193,6 +193,10 @@ class Line:
             self._owed.pop(kind, None)
         if any(m.id == self._arrive.id for m in new.view.members):
             self._owed.pop(Ready, None)
+
+    def _dismissal(self, refused: Refused) -> PacelineError:
+        error = refused.error()
+        return Dismissed(f"member {self._arrive.id} ends: {error}") if type(error) is Interrupted else error
 
     def _wake(self) -> None:
         with self._changed:

@@ -48,7 +48,7 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 class Formed(msgspec.Struct, frozen=True, tag="formed"):
-    """All members of a view have met, and go on from a step."""
+    """All members of a view have met, and go on from a step; said once more when this one has taken its first."""
 
     view: int
     step: int
@@ -125,6 +125,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
     id: int
     code: int
+    error: str = ""  # what it ended by, if that would come again
 
 
 class DrainHost(msgspec.Struct, frozen=True, tag="drain_host"):
@@ -223,6 +224,7 @@ class Picture(msgspec.Struct, frozen=True, tag="picture", kw_only=True):
     most: int
     members: tuple[Seen, ...]
     hosts: tuple[Site, ...] = ()
+    over: str | None = None  # why the run has ended; "": it finished
 
     @property
     def quarantined(self) -> tuple[str, ...]:
@@ -255,7 +257,7 @@ def decode(data: bytes | bytearray, kind: Any) -> Any:
     """The message in `data`, which must be one of a union of the above.
 
     >>> decode(encode(Ended(2, -9)), ToScheduler)
-    Ended(id=2, code=-9)
+    Ended(id=2, code=-9, error='')
     """
     try:
         message = msgspec.msgpack.decode(data, type=kind)

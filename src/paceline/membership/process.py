@@ -168,6 +168,8 @@ class Process:
             just_ended = True
             self.ended = now
             self.code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            for descriptor in self.streams:  # once is enough for what fits into a pipe: its last words are known now
+                self.pump(descriptor)
         self._clear_away(now, closing)
         return just_ended
 

@@ -135,9 +135,11 @@ class Roster:
             self._mend_when_due(now)
             self._forming.settle(now)
 
-    def formed(self, id: int, view: int, now: float) -> None:
-        """All of a view have met."""
+    def formed(self, id: int, view: int, now: float, step: int = 0) -> None:
+        """All of a view have met; `step`: how many have been taken."""
         run = self._books.run
+        if step and not run.stepped:
+            run.stepped = self._books.dirty = True
         if run.over is None and view == run.number and id in run.ids and not run.formed:
             self._books.dirty = True
             self._forming.formed(now)
@@ -155,7 +157,7 @@ class Roster:
             if reason == "finished" and seat.here:
                 books.turn(seat, "finished", now)
                 seat.why = ""
-            elif seat.draining:
+            elif seat.draining or books.run.over is not None:
                 books.turn(seat, "drained", now)
             else:
                 books.lose(seat, f"left: {reason}", now)
@@ -219,10 +221,12 @@ class Roster:
         if seat is not None and seat.host == name:
             seat.pid, self._books.dirty = pid, True
 
-    def ended(self, name: str, id: int, code: int, now: float) -> None:
-        """A member's process has ended."""
+    def ended(self, name: str, id: int, code: int, now: float, error: str = "") -> None:
+        """A member's process has ended; `error`: by what, if that would come again."""
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._ended(name, id, how, code, now)
+        if id in self._books.seats and self._books.seats[id].host == name:
+            self._staff.ended(self._books.seats[id], code, error)
         self._forming.settle(now)
         self.tick(now)
 
@@ -272,6 +276,7 @@ class Roster:
             target=run.target,
             most=books.rules.most,
             hosts=books.hosts.sites(),
+            over=run.over,
             members=tuple(
                 Seen(
                     id=seat.id,
@@ -367,7 +372,8 @@ class Roster:
             books.turn(seat, "finished", now)
             if all(s.state == "finished" for s in books.seats.values() if s.wanted):
                 books.end("left", "")
-        elif books.run.over == "" and seat.state == "starting":  # it came too late to take part, and was told to stop
+        elif books.run.over is not None and (seat.here or seat.state == "starting"):  # it was told to
+            seat.member = None
             books.turn(seat, "drained", now)
         elif seat.here or seat.state == "starting":
             books.lose(seat, how, now, ended=True)

@@ -244,7 +244,7 @@ class Scheduler:
             case Broken():
                 roster.broken(who, message.view, message.blamed, now)
             case Formed():
-                roster.formed(who, message.view, now)
+                roster.formed(who, message.view, now, message.step)
             case Slow():
                 roster.slow(message.id, message.why, now)
             case Leave():
@@ -259,7 +259,7 @@ class Scheduler:
             case Started():
                 roster.started(who, message.id, message.pid, now)
             case Ended():
-                roster.ended(who, message.id, message.code, now)
+                roster.ended(who, message.id, message.code, now, message.error)
             case DrainHost():
                 roster.drain_host(who, now)
             case EndRun():

@@ -64,6 +64,7 @@ class Seat(msgspec.Struct, kw_only=True):
     replaced: int = 0
     fails: int = 0  # losses in a row without a view that was formed
     why: str = ""  # how it was lost last
+    vain: bool = False  # a process ended here by itself, and not well, before the run had taken a step
     past: list[tuple[str, int]] = []  # host and pid of those that were replaced
 
     @property
@@ -102,6 +103,7 @@ class Run(msgspec.Struct, kw_only=True):
     readies: int = 0  # counts those who said Ready
     home: bool = False  # all of the view are to leave, after a step that they agree on
     stopping: bool = False  # all members are to leave
+    stepped: bool = False  # a step was taken
     over: str | None = None  # why the run has ended; "": it finished
     kind: str = ""  # of the refusal that members get
 

@@ -86,6 +86,23 @@ class Staff:
         run.target, books.dirty = max(books.rules.least, run.target - 1), True
         self.drain(seat, now)
 
+    def ended(self, seat: Seat, code: int, error: str) -> None:
+        """A process of this seat has ended: end the run where others in its place would end in the same way.
+
+        `error` is the script's own mistake (ConfigError). A host that has just joined may be the one that is wrong, so
+        there it counts only of a process that was in a view.
+        """
+        books, run = self._books, self._books.run
+        if run.over is not None or code <= 0 or seat.state != "lost":
+            return
+        if error and (seat.held or not run.stepped or len(books.hosts.seen) == 1):
+            books.end("left", f"member {seat.id} ended with an error that would come again: {error}")
+        elif not run.stepped:
+            seat.vain = books.dirty = True
+            if all(s.vain for s in books.seats.values() if s.wanted or s.state == "lost"):
+                why = f"member {seat.id} ended with code {code}"
+                books.end("left", f"every member failed before the first step, so that none is started again: {why}")
+
     def drain(self, seat: Seat, now: float) -> None:
         """Let the member of this seat finish what it does, and go."""
         books, watch = self._books, self._books.watch[seat.id]

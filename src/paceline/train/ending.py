@@ -8,6 +8,7 @@ tells the others at once.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import sys
 import time
@@ -66,7 +67,7 @@ class Ending:
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
-        self._status.set("ending")
+        self._status.set(f"failed: {self._failure}" if self._failure else "ending")
         try:
             last = dict(finish())
             self._say(last)
@@ -125,3 +126,4 @@ class Ending:
     def _at_exit(self) -> None:
         if self._finish:
             self.close(self._finish)
+        gc.freeze()  # else Python looks through all of torch's objects, for seconds, before the process ends

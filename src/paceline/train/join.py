@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.core import queue
+from paceline.core import dismissal, queue
 from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
@@ -89,6 +89,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
 
     line: Line | None = None
     if place.scheduler:
+        dismissal.tell_in_a_line()
         wires.append(Wires(place.token, _address(place)))
         me = msgspec.structs.replace(wires[0].describe(place.rank, place.host, place.labels), id=place.rank)
         line = Line(place.scheduler, place.token, Arrive(id=place.rank, member=me), limit_s=asked.join_limit_s)
@@ -136,13 +137,19 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         host=place.host,
     )
 
-    def lead() -> None:
-        """The first member is gone: this one tells of the run from now on."""
-        taken, more = _events(directory, agreed, place.rank, 0, first=True)
+    def lead(first: bool) -> None:
+        """The first member is gone: this one tells of the run from now on; or it was away, and another one does."""
+        for closer in closers:
+            closer()
+        taken, closers[:] = _events(
+            directory, agreed, place.rank, 0 if first else place.rank or place.size, first=first
+        )
         events.sinks[:] = taken.sinks
-        closers.extend(more)
-        ending.first = True
-        seat()
+        ending.first = first
+        while first and desks:
+            desks.pop().close()
+        if first:
+            seat()
 
     desks: list[Desk] = []
 

@@ -50,7 +50,7 @@ class Loop:
         seed: int,
         team: Team | None,
         rate: Callable[[int], float],
-        lead: Callable[[], object],
+        lead: Callable[[bool], object],
         stragglers: str = "tell",
     ) -> None:
         self.under_way = False  # within the loop over epochs
@@ -66,7 +66,7 @@ class Loop:
         self._optimizers = optimizers
         self._team = team
         self._rate = rate  # by the number of members
-        self._lead = lead  # take over what the first member does besides training
+        self._lead = lead  # take over what the first member does besides training, or leave it to another
         self._leads = world.group.rank == 0 and not (team and team.outside)
         self._outermost = Outermost(self._warn)
         self._replica = Replica(
@@ -110,7 +110,7 @@ class Loop:
             self._replica.put_back()
             return
         if self._team:
-            self._team.commit()
+            self._team.committed(self._meter.step + 1)
             self._replica.committed()
         if optimizer is self._optimizers[0]:
             self._pacing.after_step(self._meter.after_step())
@@ -301,9 +301,9 @@ class Loop:
         self._pacing.regrouped()
         self._here = set(group.ranks)
         self._world.granted = False
-        if group.rank == 0 and not self._leads:
-            self._leads = True
-            self._lead()
+        if (group.rank == 0) != self._leads:  # not any more, where it was away for a while
+            self._leads = group.rank == 0
+            self._lead(self._leads)
 
     def _changed(self, change: Change) -> None:
         self._status.enter(self._meter.epoch, self._replica.epoch_step, self._steps(change.size))

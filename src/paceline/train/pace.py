@@ -137,6 +137,13 @@ class Pace:
         steps = (self.epochs - 1 - self.epoch) * self.epoch_steps + max(self.epoch_steps - self.within(), 0)
         return max(steps, 0) * sums["seconds"] / sums["steps"]
 
+    def epoch_left_s(self) -> float | None:
+        """Seconds to the end of this epoch, or None where that cannot be known."""
+        sums = self._steps.sums
+        if not self.epoch_steps or sums["steps"] <= 0:
+            return None
+        return max(self.epoch_steps - self.within(), 0) * sums["seconds"] / sums["steps"]
+
     def elapsed_s(self) -> float:
         if self._started is None or self._last is None:
             return 0.0

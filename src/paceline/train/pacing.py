@@ -23,6 +23,7 @@ from paceline.data.shares import widths_of
 from paceline.strategies import AllReduce, Strategy, World
 from paceline.train.links import Links
 from paceline.train.meter import Meter
+from paceline.train.queued import UNKNOWN, queued_s
 from paceline.train.stragglers import Pace, Straggler, Stragglers, heard
 from paceline.train.team import Team
 
@@ -70,16 +71,18 @@ class Pacing:
 
     def start(self) -> None:
         """Measure from now: what lies before (set-up, evaluation) belongs to no turn."""
-        self._cpu_s = time.process_time()
+        self._cpu_s, self._queued_s = time.process_time(), queued_s()
 
     def begin(self, strategy: Strategy) -> None:
         """Before the first batch: say what cannot be done."""
         if self._rule == "tell" or self._world.group.size == 1:
             return
         if not isinstance(strategy, AllReduce):
-            reason = "is for --strategy allreduce, and does nothing here"
+            reason = "is for --strategy allreduce, and does nothing here: leave it out"
             if strategy.forgives:
-                reason += ": the servers wait for nobody, and fast workers take more batches by themselves"
+                reason += "; the servers wait for nobody, and fast workers take more batches by themselves"
+            else:
+                reason += ", or use --strategy async or bounded, whose fast workers take more batches by themselves"
             self._world.tell(f"--stragglers {self._rule} {reason}")
         elif self._rule == "less" and not self._shared:
             why = self._loaders[0].evenly if self._loaders else "batches do not come from run.loader"
@@ -89,12 +92,14 @@ class Pacing:
         """A step was taken: tell this member's pace, and look at what all have told."""
         world = self._world
         before, self._cpu_s = self._cpu_s, time.process_time()
+        waited, self._queued_s = self._queued_s, queued_s()
         try:
             link = self._links.note(world.group.traffic())
         except Interrupted:  # the group breaks just now
             link = self._links.note({})
         cpu_s = self._cpu_s - before
-        world.pace = Pace(report.data_s, report.compute_s, cpu_s, report.wait_s, link).numbers()
+        more_s = max(0.0, self._queued_s - waited) if min(waited, self._queued_s) >= 0 else UNKNOWN
+        world.pace = Pace(report.data_s, report.compute_s, cpu_s, report.wait_s, link, more_s).numbers()
         numbers, world.paces = world.paces, []
         if not numbers:
             return
@@ -184,4 +189,6 @@ class Pacing:
 
 
 def _scaled(pace: Pace, by: float) -> Pace:
-    return pace._replace(data_s=by * pace.data_s, compute_s=by * pace.compute_s, cpu_s=by * pace.cpu_s)
+    return pace._replace(
+        data_s=by * pace.data_s, compute_s=by * pace.compute_s, cpu_s=by * pace.cpu_s, queued_s=by * pace.queued_s
+    )

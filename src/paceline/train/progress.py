@@ -21,6 +21,7 @@ from paceline.train.story import Story, standing
 
 MODES = ("auto", "rich", "plain", "off")
 _PLAIN_S = 5.0  # between two plain lines within an epoch
+_SOON_S = 1.0  # before the line of an epoch's end, none is worth it
 
 
 class Progress(Protocol):
@@ -117,7 +118,9 @@ class Plain:
             self.line(text)
             if kind == "epoch":
                 self._due = time.monotonic() + _PLAIN_S
-        if event.get("kind") == "step" and time.monotonic() >= self._due:
+        left_s = self._story.pace.epoch_left_s()  # at whose end a line follows, with the means over it
+        soon = left_s is not None and left_s < _SOON_S
+        if event.get("kind") == "step" and time.monotonic() >= self._due and not soon:
             self._due = time.monotonic() + _PLAIN_S
             self.line(standing(self._story.pace))
 

@@ -63,7 +63,7 @@ class Run:
         replaces: bool = False,
         late: bool = False,
         rate: Callable[[int], float] = lambda size: 1.0,
-        lead: Callable[[], object] = lambda: None,
+        lead: Callable[[bool], object] = lambda first: None,
     ) -> None:
         self.settings = settings
         self.dir = directory
@@ -441,6 +441,8 @@ class Run:
                 self._saver.report(wait=True)  # who has left may be ended at any time
             early = "drained" if self._team.drained else "failed"
             self._team.leave(early if self._ending.failed or self._loop.under_way else "finished")
+        for loader in self._loaders:  # worker processes must not outlive what they give their batches to
+            loader.close()
         self._saver.close()
         totals = self._totals()
         self._strategy.close(failed=self._ending.failed)

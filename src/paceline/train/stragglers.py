@@ -6,7 +6,9 @@ member tells of a straggler, by name and with the likely reason, once until it h
 
     slow     its own time, in the mean of the last turns, is more than half as long again as the median of the others'
     data     most of what it takes longer is spent waiting for batches
-    load     it has less processor time in a second of computing than the others: something else runs on its host
+    load     it has less processor time in a second of computing than the others, and waits for a processor: something
+             else runs on its host
+    idle     it has less, and does not wait for one: its script sleeps, or waits for something of its own
     compute  it computes as undisturbed as the others, but slower
     network  its own time is as short as the others', but everyone waits, and its link to another host carries less
              than a third of what the others' do
@@ -20,11 +22,13 @@ from typing import NamedTuple
 
 from paceline.train import links
 from paceline.train.links import Slow, Told
+from paceline.train.queued import UNKNOWN
 
 _SLOW = 1.5  # times the others' median
 _CAUGHT_UP = 1.2
 _TURNS = 20  # that a mean looks back, about; and that it takes before anybody is named
 _STARVED = 0.75  # of the share of a processor that the others get
+_QUEUED = 0.3  # of what one takes longer, spent waiting for a processor, is load
 _LEAST_S = 1e-3  # of a turn; shorter ones are not worth a word
 _WAITS = 0.2  # of a turn that everyone waits, at least, where the exchange is what takes time
 
@@ -37,6 +41,7 @@ class Pace(NamedTuple):
     cpu_s: float  # of all its threads, while it computed
     wait_s: float = 0.0  # for others
     link: Told = Told()  # its slowest to another host
+    queued_s: float = UNKNOWN  # that it could have run, and waited for a processor
 
     @property
     def own_s(self) -> float:
@@ -44,19 +49,19 @@ class Pace(NamedTuple):
 
     def numbers(self) -> tuple[float, ...]:
         """To be told; `heard` reads them."""
-        return (*self[:4], *self.link)
+        return (*self[:4], *self.link, self.queued_s)
 
 
 def heard(numbers: Sequence[float]) -> list[Pace]:
     """Everyone's, in the order of ranks.
 
-    >>> pace = Pace(0.5, 1.0, 2.0, 0.25, Told(1e6, 0.125, 3))
+    >>> pace = Pace(0.5, 1.0, 2.0, 0.25, Told(1e6, 0.125, 3), 0.5)
     >>> heard([*pace.numbers(), *pace.numbers()]) == [pace, pace]
     True
     """
     width = len(Pace(0.0, 0.0, 0.0).numbers())
     rows = [numbers[i : i + width] for i in range(0, len(numbers), width)]
-    return [Pace(row[0], row[1], row[2], row[3], Told(row[4], row[5], int(row[6]))) for row in rows]
+    return [Pace(row[0], row[1], row[2], row[3], Told(row[4], row[5], int(row[6])), row[7]) for row in rows]
 
 
 class Straggler(NamedTuple):
@@ -64,7 +69,7 @@ class Straggler(NamedTuple):
 
     rank: int
     times: float  # the others' median
-    reason: str  # data, load, compute, network
+    reason: str  # data, load, idle, compute, network
     text: str
     turns: int = 0  # since it was found
 
@@ -94,6 +99,7 @@ class Stragglers:
                 mean.cpu_s + share * (pace.cpu_s - mean.cpu_s),
                 mean.wait_s + share * (pace.wait_s - mean.wait_s),
                 pace.link,  # a mean already
+                mean.queued_s + share * (pace.queued_s - mean.queued_s),
             )
             for mean, pace in zip(self._means, paces)
         ]
@@ -137,6 +143,12 @@ class Stragglers:
         cores, usual = _cores(mean), statistics.median(_cores(p) for p in others)
         if more_data > more_compute:
             reason, why = "data", "it waits for its batches: look at its disk, or give run.loader workers"
+        elif cores < _STARVED * usual and self._idle(mean, others, more_compute):
+            reason = "idle"
+            why = (
+                f"it computes for {min(cores, 1.0):.0%} of that time, and nothing keeps it from the processor: its "
+                "script sleeps, or waits for something of its own"
+            )
         elif cores < _STARVED * usual:
             reason = "load"
             why = f"it gets {cores:.2g} cores where the others get {usual:.2g}: something else runs on its host"
@@ -146,6 +158,13 @@ class Stragglers:
                 "it computes as undisturbed as the others: a slower machine, or more work per sample",
             )
         return Straggler(rank, times, reason, f"takes {times:.1f} times as long for a turn as the others; {why}")
+
+    @staticmethod
+    def _idle(mean: Pace, others: list[Pace], more_compute: float) -> bool:
+        """Whether what it takes longer is not explained by waiting for a processor."""
+        if min(mean.queued_s, *(p.queued_s for p in others)) < 0:  # somebody does not know
+            return False
+        return mean.queued_s - statistics.median(p.queued_s for p in others) < _QUEUED * more_compute
 
 
 def _cores(pace: Pace) -> float:

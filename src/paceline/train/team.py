@@ -73,6 +73,7 @@ class Change(msgspec.Struct, frozen=True):
     seconds: float
     reason: str
     least: int = 1  # with fewer members nobody takes a step
+    short: bool = False  # there were too few before, and they waited for this view
 
     @property
     def text(self) -> str:
@@ -109,6 +110,7 @@ class Team:
         self.turns = 0  # of the loop that this member has begun
         self.lag = 0  # turns that it takes for nothing, to count as many as the others
         self._begins = False  # the turn that was counted last has not begun yet
+        self._stepped = False
         self.drained = False  # this member was asked to leave, and does
         self.changed: Callable[[Change], object] = lambda change: None
         self.body: Body | None = None
@@ -185,6 +187,14 @@ class Team:
             self._result = result
             return result
 
+    def committed(self, step: int) -> None:
+        """This member has taken a step with the others; of its first, the scheduler hears."""
+        self.commits += 1
+        self._formed = self.view.number if self.view else 0
+        if not self._stepped:
+            self._stepped = True
+            self._line.formed(self._number, step)
+
     @property
     def called(self) -> bool:
         """Whether this member has heard of a view that it is not in yet."""
@@ -196,11 +206,6 @@ class Team:
         """Whether all members are to leave."""
         heard = self._line.newest
         return self.called and heard is not None and not heard.view.members
-
-    def commit(self) -> None:
-        """A step was applied here."""
-        self.commits += 1
-        self._formed = self.view.number if self.view else 0
 
     def turn(self) -> bool:
         """The loop begins its next turn; whether it is one that counts."""
@@ -217,7 +222,7 @@ class Team:
             self._form_next(None)
         while self.group.size < self.least:
             self._status.set(f"waiting for members: {self.group.size} of at least {self.least}")
-            self._form_next(None)
+            self._form_next(None, short=True)
         self._begins = False
 
     def settle(self) -> bool:
@@ -266,7 +271,7 @@ class Team:
 
     # ---- inside
 
-    def _form_next(self, error: Interrupted | None) -> None:
+    def _form_next(self, error: Interrupted | None, *, short: bool = False) -> None:
         began, old, doing = time.monotonic(), self.view, self._status.what
         reason = str(error) if error else ""
         while True:
@@ -294,6 +299,7 @@ class Team:
                     seconds=time.monotonic() - began,
                     reason=reason,
                     least=self.least,
+                    short=short,
                 )
             )
 

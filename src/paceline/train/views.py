@@ -48,6 +48,7 @@ class Views(msgspec.Struct, frozen=True, kw_only=True):
     replaced: int = 0  # times that one which was lost came back, or another for it
     joined: int = 0  # others that came
     recovery_s: float = 0.0  # that those who stayed took after losses and broken connections
+    waiting_s: float = 0.0  # that they stood still, since there were fewer than the least
     last: tuple[View, ...] = ()
 
     @property
@@ -55,11 +56,14 @@ class Views(msgspec.Struct, frozen=True, kw_only=True):
         """
         >>> Views(changes=3, lost=1, replaced=1, recovery_s=0.5).line
         'members came and went: 1 lost, 1 replaced, 0 joined, in 3 views; 0.50 s in recovery'
+        >>> Views(changes=2, lost=1, replaced=1, recovery_s=0.08, waiting_s=7.06).line.rpartition("; ")[2]
+        '0.08 s in recovery, 7.1 s waiting for members'
         """
         views = "1 view" if self.changes == 1 else f"{self.changes:,} views"
         return (
             f"members came and went: {self.lost:,} lost, {self.replaced:,} replaced, {self.joined:,} joined, "
             f"in {views}; {self.recovery_s:.2f} s in recovery"
+            + (f", {self.waiting_s:.1f} s waiting for members" if self.waiting_s else "")
         )
 
     @property
@@ -92,6 +96,7 @@ class Counted:
             seconds=max(0.0, value(event.get("seconds") or 0.0)),
             reason=clean(event.get("reason") or "", 200),
         )
+        short = event.get("short") is True
         back = self._gone & set(joined)
         self._gone = (self._gone | set(lost)) - back
         before = self._views
@@ -100,7 +105,8 @@ class Counted:
             lost=before.lost + len(lost),
             replaced=before.replaced + len(back),
             joined=before.joined + len(set(joined) - back),
-            recovery_s=before.recovery_s + (view.seconds if lost or not joined else 0.0),
+            recovery_s=before.recovery_s + (view.seconds if not short and (lost or not joined) else 0.0),
+            waiting_s=before.waiting_s + (view.seconds if short else 0.0),
         )
         self._last.append(view)
 
