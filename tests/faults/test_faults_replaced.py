@@ -98,10 +98,12 @@ def train(
     processes: int = 0,
     epochs: int = 4,
     step_s: float = 0.02,
+    workers: int = 0,
     **options: Any,
 ) -> Result:
     """With faults of a plan, or with members that kill themselves (`SCRIPT`)."""
     args = ["--epochs", str(epochs), "--samples", "240", "--step-s", str(step_s), "--processes", str(processes)]
+    args += ["--workers", str(workers)]
     options = {"replacing": Replacing()} | options
     if isinstance(plan, str):
         script = tmp_path / "train.py"
@@ -197,6 +199,16 @@ def test_at_the_end_of_an_epoch(strategy: str, member: int, number: int, tmp_pat
     """In the middle of what members say to each other then: a metric, an agreement on weights, a checkpoint."""
     result = train(tmp_path, strategy, f"{member}:0:meeting:{number}", members=3, processes=4)
     clean(result, member)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_near_the_end_of_an_epoch_with_fetching_processes(strategy: str, again: bool, tmp_path: Path) -> None:
+    """Of the 30 batches of an epoch one of two members had 14, and some more were fetched ahead for it."""
+    replacing = Replacing(replacements=3 if again else 0)
+    result = train(tmp_path, strategy, "1:0:batch:14", epochs=2, replacing=replacing, workers=2)
+    clean(result, *[1] * again)
 
 
 @pytest.mark.slow
