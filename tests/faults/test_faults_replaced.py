@@ -9,12 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from _served import Result, run_with
 
 from paceline.cli.status import describe
+from paceline.core import trained
 from paceline.launch.spec import Replacing
 from paceline.testing.plan import FaultPlan
+from paceline.train.summary import Summary
 
 STRATEGIES = ["async", "bounded(staleness=2)", "sync"]
 
@@ -26,6 +29,7 @@ from pathlib import Path
 
 import paceline
 from paceline.testing import train_counted
+from paceline.train.feeding import Feeding
 from paceline.train.late import Late
 from paceline.train.loop import Loop
 from paceline.train.run import Run
@@ -42,7 +46,7 @@ places = {
     "enter": (Late, "enter"),
     "restore": (Late, "_restore"),
     "epoch": (Loop, "_enter_epoch"),
-    "batch": (Run, "_drawn"),
+    "batch": (Feeding, "_drawn"),
     "step": (Loop, "after_step"),
     "meeting": (HubGroup, "_meet"),
 }
@@ -113,8 +117,11 @@ def train(
 
 
 def clean(result: Result, *replaced: int) -> None:
-    """The run came to its end, these members were started again, and everything counted once."""
+    """The run came to its end, these members were started again, and everything counted once, in the summary too."""
     result.must_be_clean()
+    summary = msgspec.json.decode((result.dir / "summary.json").read_bytes(), type=Summary)
+    if trained.read(result.dir) and "from the checkpoint" not in result.output:
+        assert summary.samples == result.found.samples, result.output
     assert sorted(e.rank for e in result.outcome.replaced) == sorted(replaced), result.output
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from paceline.core import queue
+from paceline.core import queue, trained
 from paceline.core.errors import TimedOut
 from paceline.core.status import SERVING, Status
 from paceline.core.view import Member
@@ -55,6 +56,7 @@ def main() -> None:
         hub = Hub(wires[0], range(place.workers), begun.set)
         dealing = Dealing(wires[0], range(place.workers), pushes=True)
         service.settle, service.left = dealing.settle, dealing.left
+        service.lost = _keeps(directory)
     if meeting.replaces:
         Newcomers(wires[0], service, hub, dealing)
     desk = Desk(
@@ -105,6 +107,18 @@ def main() -> None:
             dealing.close()
         service.close()
         wires[0].close()
+
+
+def _keeps(directory: Path) -> Callable[[int, trained.Work], None]:
+    """Writes down what lost workers had done."""
+    began, known = time.time(), dict[int, trained.Work]()
+    trained.write(directory, began, known)
+
+    def keep(rank: int, work: trained.Work) -> None:
+        known[rank] = known.get(rank, trained.Work()) + work
+        trained.write(directory, began, known)
+
+    return keep
 
 
 if __name__ == "__main__":
