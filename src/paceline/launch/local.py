@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.core import lost
+from paceline.core import lost, trained
 from paceline.core.settings import Settings
 from paceline.launch import record, servers
 from paceline.launch.background import Background
 from paceline.launch.elastic import ElasticJob
+from paceline.launch.finishing import made_good
 from paceline.launch.plan import plan, told
 from paceline.launch.replacing import Beginning, Replacements
 from paceline.launch.resuming import Resuming
@@ -135,15 +136,25 @@ class LocalJob:
                     if self._stopped_by:  # while the agent was another one
                         self._agent.stop(self._stopped_by)
                     outcome = self._agent.run()
+                outcome = self._made_good(outcome)
                 code = outcome.code
                 return outcome
             finally:
                 self._rendezvous.close()
                 self._record.finish(code)
 
+    def _made_good(self, outcome: Outcome) -> Outcome:
+        """With servers: who was killed over the report takes nothing from it, if nobody was ended for that."""
+        cut_off = outcome.first_failed and any(ended.asked for ended in outcome.ended)
+        if not self._spec.num_servers or outcome.stopped_by or cut_off:
+            return outcome
+        return made_good(outcome, self.dir, self._began, self._say)
+
     def _begin(self) -> None:
         """Make ready to start all members."""
+        self._began = time.time()
         lost.write(self.dir, ())
+        trained.clear(self.dir)
         self._losses.clear()
         replacing, workers = self._spec.replacing, self._spec.num_members
         self._again = Replacements(replacing, self.dir, workers, self._say) if replacing else None
