@@ -17,6 +17,7 @@ from paceline.data.device import Ahead, Here
 from paceline.data.mapped import MapFeed, MapReader
 from paceline.data.prefetch import Background, Workers, map_workers, stream_worker
 from paceline.data.source import Feed
+from paceline.data.uploads import UploadFeed
 
 if TYPE_CHECKING:
     from paceline.data.loader import Loader
@@ -83,7 +84,7 @@ class Batches:
 
     def leases(self) -> dict[str, tuple[int, ...]]:
         """The batches that a push of now has the gradients of, by course; empty where batches are not dealt."""
-        return self.feed.leases() if isinstance(self.feed, MapFeed) else {}
+        return self.feed.leases() if isinstance(self.feed, MapFeed | UploadFeed) else {}
 
     def hold(self) -> Callable[[], None]:
         """For a loop of several threads: the batch handed out last is done when the returned function is called."""

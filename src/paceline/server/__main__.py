@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.core import queue, trained
@@ -55,7 +55,6 @@ def main() -> None:
     if place.rank == place.workers:
         hub = Hub(wires[0], range(place.workers), begun.set)
         dealing = Dealing(wires[0], range(place.workers), pushes=True)
-        service.settle, service.left = dealing.settle, dealing.left
         service.lost = _keeps(directory)
     if meeting.replaces:
         Newcomers(wires[0], service, hub, dealing)
@@ -67,6 +66,8 @@ def main() -> None:
         strategy=settings.strategy,
         service=lambda: service,
     )
+    if dealing:
+        _settle(service, dealing, desk)
     look = service.look
 
     def tell_version() -> None:
@@ -107,6 +108,20 @@ def main() -> None:
             dealing.close()
         service.close()
         wires[0].close()
+
+
+def _settle(service: Service, dealing: Dealing, desk: Desk) -> None:
+    """What pushes were made of is used up, where it was dealt and where it was uploaded."""
+
+    def settle(rank: int, leases: Mapping[str, Sequence[int]]) -> None:
+        dealing.settle(rank, leases)
+        desk.settle(rank, leases)
+
+    def left(rank: int) -> None:
+        dealing.left(rank)
+        desk.left(rank)
+
+    service.settle, service.left = settle, left
 
 
 def _keeps(directory: Path) -> Callable[[int, trained.Work], None]:
