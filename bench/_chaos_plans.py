@@ -3,9 +3,9 @@
 All-reduce, with members that are started again: kills of any member, of the first and of the scheduler, two at once,
 one after the other (the second while the others form their group again, or a newcomer is healed), kills during a
 checkpoint, and pauses, shorter and longer than the silence after which a member is lost. The servers' strategies start
-lost workers again too, where they are told to; where they are not, a run has as many kills as it can do without. Those
-who are paused there are waited for. Between hosts, links fail as well: they part, one way or both, are slow, reset, or
-flip a byte; whole hosts die, disks are full, clocks jump.
+lost workers again too, where they are told to, and there too pauses are shorter or longer than the silence; where they
+are not, a run has as many kills as it can do without, and all who are paused are waited for. Between hosts, links fail
+as well: they part, one way or both, are slow, reset, or flip a byte; whole hosts die, disks are full, clocks jump.
 """
 
 from __future__ import annotations
@@ -68,18 +68,33 @@ def elastic(seed: int, *, faults: int, members: int, first_step: int, gap: int, 
     return plan
 
 
-def served(seed: int, *, kills: int, pauses: int, workers: int, first_step: int, gap: int, replaced: bool) -> FaultPlan:
-    """Kills and pauses of any worker; where they are not replaced, not of the first, which holds the run together."""
+def served(
+    seed: int,
+    *,
+    kills: int,
+    shorts: int,
+    longs: int,
+    workers: int,
+    first_step: int,
+    gap: int,
+    replaced: bool,
+    silence_s: float,
+) -> FaultPlan:
+    """Kills and pauses of any worker; where they are not replaced, not of the first, which holds the run together.
+
+    `shorts` and `longs`: pauses that are shorter, and longer, than the silence.
+    """
     dice, plan, step = Random(seed), FaultPlan(), first_step
     victims = [dice.randrange(workers) for _ in range(kills)] if replaced else dice.sample(range(1, workers), kills)
-    order = ["kill"] * kills + ["pause"] * pauses
+    order = ["kill"] * kills + ["short"] * shorts + ["long"] * longs
     dice.shuffle(order)
     for kind in order:
         after_s = round(dice.uniform(0.0, 0.05), 3)
         if kind == "kill":
             plan = plan.kill(member=victims.pop(), step=step, after_s=after_s)
         else:
-            for_s = round(dice.uniform(0.05, 1.0), 2)
+            least, most = (0.05, 0.8) if kind == "short" else (1.2, 3.5)
+            for_s = round(dice.uniform(least, most) * silence_s, 2)
             plan = plan.pause(member=dice.randrange(workers), step=step, for_s=for_s, after_s=after_s)
         step += dice.randrange(gap // 2, gap + gap // 2)
     return plan

@@ -103,6 +103,7 @@ class Setup:
             num_servers=self.num_servers,
             forgives=self.replaced or servers.forgives(self.strategy, self.num_servers),
             replacing=Replacing(least=1, replacements=100) if self.replaced else None,
+            silence_s=self.silence_s,
             settings=settings,
             threads=1,
             elastic=elastic if self.least else None,

@@ -150,8 +150,17 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
             limit_s=90.0 + 15.0 * faults,
         ), plan
     replaced = "backups" not in kind  # with backups, kills as many as there are
-    kills = 4 if replaced else 1
-    plan = _chaos_plans.served(seed, kills=kills, pauses=4, workers=4, first_step=40, gap=40, replaced=replaced)
+    plan = _chaos_plans.served(
+        seed,
+        kills=3 if replaced else 1,
+        shorts=3 if replaced else 4,
+        longs=2 if replaced else 0,
+        workers=4,
+        first_step=40,
+        gap=40,
+        replaced=replaced,
+        silence_s=_SILENCE_S,
+    )
     return Setup(
         name=f"{kind.partition('(')[0]}-{seed}",
         strategy=kind,
@@ -160,6 +169,7 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
         replaced=replaced,
         epochs=epochs_for(_chaos_plans.last_step(plan) + 60, 4),
         seed=seed,
+        silence_s=_SILENCE_S,
         limit_s=240.0,
     ), plan
 

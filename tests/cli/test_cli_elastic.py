@@ -74,6 +74,7 @@ def paceline(*args):
         (["-n", "2:4", "--servers", "2"], "-n MIN:MAX does not go with --servers 2"),
         (["-n", "4", "--replacements", "2"], "--replacements is for runs whose members may come and go: give -n"),
         (["-n", "4", "--silence-s", "2"], "give -n MIN:MAX, such as -n 4:4"),
+        (["-n", "4", "--strategy", "sync", "--silence-s", "2"], "leave it out, or give --replacements"),
         (["-n", "2:4", "--silence-s", "0"], "'0' is not a number of seconds of at least 0.1"),
         (["-n", "2:4", "--replacements", "-1"], "'-1' is not a whole number of at least 0"),
     ],

@@ -88,6 +88,34 @@ def test_what_a_lost_member_had_is_dealt_again() -> None:
     assert sorted(mine + lost) == list(range(6))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_waits_for_what_others_may_lose(workers: int) -> None:
+    """One is lost with two batches when the other has trained all that was left: that one gets them too."""
+    lent, over = threading.Event(), threading.Event()
+    dataset = torch.utils.data.StackDataset(torch.arange(24))
+
+    def body(dealer: Dealer, rank: int) -> list[int]:
+        mine = DealsFor(dealer, "0")
+        if rank == 1:
+            for _ in range(2):
+                assert mine.take("5/0", 6, wait=True, waits=lambda: None) is not None
+            lent.set()
+            assert over.wait(30)
+            dealer.close()
+            return []
+        assert lent.wait(30)
+        loader = Loader(dataset, batch_size=4, rank=0, size=2, seed=5, workers=workers, deal=mine)
+        seen: list[int] = []
+        for (batch,) in loader:
+            seen += batch.tolist()
+            if len(seen) == 16:  # the rest is lent
+                threading.Timer(0.3, over.set).start()
+        return seen
+
+    (seen, _) = dealt(2, body, hosts=["a", "b", "a"])
+    assert sorted(seen) == list(range(24))
+
+
 def test_a_partition_of_the_users_own_is_not_dealt() -> None:
     from paceline.data.partition import Contiguous
 

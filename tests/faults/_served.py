@@ -27,6 +27,7 @@ def run_with(
     forgives: bool = True,
     labels: tuple[str, ...] = (),
     replacing: Replacing | None = None,
+    silence_s: float = 3.0,
     **settings: object,
 ) -> Result:
     """Train to the end while the plan is carried out; nothing may be left behind."""
@@ -40,6 +41,7 @@ def run_with(
         forgives=forgives,
         labels=labels,
         replacing=replacing,
+        silence_s=silence_s,
         settings=Settings().with_(
             root=str(tmp_path / "runs"), name="it", progress="off", wait_limit_s=60.0, strategy=strategy, **settings
         ),

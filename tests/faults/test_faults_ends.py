@@ -1,4 +1,4 @@
-"""The ends of elastic runs: killed in the report, drained all at once."""
+"""The ends of runs that can lose members: killed in the report, drained all at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from _elastic import run_with
 
 from paceline.core.settings import Settings
 from paceline.launch.elastic import ElasticJob
-from paceline.launch.spec import Elastic, JobSpec
+from paceline.launch.local import Local
+from paceline.launch.spec import Elastic, JobSpec, Replacing
 from paceline.testing.cluster import Cluster, leftovers
 from paceline.testing.ledger import Ledger
 from paceline.testing.plan import FaultPlan
@@ -50,6 +51,32 @@ def test_killed_in_the_report_the_run_has_finished_all_the_same(tmp_path: Path) 
     assert "the first member was lost before it had written the report" in said
     assert '<span class="badge finished">' in (tmp_path / "x" / "report.html").read_text()
     assert msgspec.json.decode((tmp_path / "x" / "summary.json").read_bytes())["outcome"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replacing"),
+    [("async", Replacing()), pytest.param("async", None, marks=pytest.mark.slow)],
+)
+def test_with_servers_too(strategy: str, replacing: Replacing | None, tmp_path: Path) -> None:
+    kept, script = Kept(), tmp_path / "train.py"
+    script.write_text(KILLED)
+    spec = JobSpec(
+        script=str(script),
+        num_members=2,
+        num_servers=1,
+        forgives=True,
+        replacing=replacing,
+        settings=Settings(root=str(tmp_path), name="x", progress="off", checkpoint_keep=0, strategy=strategy),
+        threads=1,
+    )
+    outcome = Local(kept, say=kept.say).start(spec).wait(120.0)
+    assert outcome is not None
+    assert outcome.code == 0, kept.text
+    assert [e.code for e in outcome.lost] == [-9]
+    assert "the first member was lost before it had written the report" in kept.text
+    assert '<span class="badge finished">' in (tmp_path / "x" / "report.html").read_text()
+    summary = msgspec.json.decode((tmp_path / "x" / "summary.json").read_bytes())
+    assert (summary["outcome"], summary["samples"]) == ("finished", 32.0)
 
 
 def job(tmp_path: Path, kept: Kept, members: int) -> ElasticJob:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from _served import Result, run_with
 
 from paceline.cli.status import describe
+from paceline.core import trained
 from paceline.launch.spec import Replacing
 from paceline.testing.plan import FaultPlan
+from paceline.train.summary import Summary
 
 STRATEGIES = ["async", "bounded(staleness=2)", "sync"]
 
@@ -26,6 +29,7 @@ from pathlib import Path
 
 import paceline
 from paceline.testing import train_counted
+from paceline.train.feeding import Feeding
 from paceline.train.late import Late
 from paceline.train.loop import Loop
 from paceline.train.run import Run
@@ -42,7 +46,7 @@ places = {
     "enter": (Late, "enter"),
     "restore": (Late, "_restore"),
     "epoch": (Loop, "_enter_epoch"),
-    "batch": (Run, "_drawn"),
+    "batch": (Feeding, "_drawn"),
     "step": (Loop, "after_step"),
     "meeting": (HubGroup, "_meet"),
 }
@@ -98,10 +102,12 @@ def train(
     processes: int = 0,
     epochs: int = 4,
     step_s: float = 0.02,
+    workers: int = 0,
     **options: Any,
 ) -> Result:
     """With faults of a plan, or with members that kill themselves (`SCRIPT`)."""
     args = ["--epochs", str(epochs), "--samples", "240", "--step-s", str(step_s), "--processes", str(processes)]
+    args += ["--workers", str(workers)]
     options = {"replacing": Replacing()} | options
     if isinstance(plan, str):
         script = tmp_path / "train.py"
@@ -111,8 +117,11 @@ def train(
 
 
 def clean(result: Result, *replaced: int) -> None:
-    """The run came to its end, these members were started again, and everything counted once."""
+    """The run came to its end, these members were started again, and everything counted once, in the summary too."""
     result.must_be_clean()
+    summary = msgspec.json.decode((result.dir / "summary.json").read_bytes(), type=Summary)
+    if trained.read(result.dir) and "from the checkpoint" not in result.output:
+        assert summary.samples == result.found.samples, result.output
     assert sorted(e.rank for e in result.outcome.replaced) == sorted(replaced), result.output
 
 
@@ -197,6 +206,16 @@ def test_at_the_end_of_an_epoch(strategy: str, member: int, number: int, tmp_pat
     """In the middle of what members say to each other then: a metric, an agreement on weights, a checkpoint."""
     result = train(tmp_path, strategy, f"{member}:0:meeting:{number}", members=3, processes=4)
     clean(result, member)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_near_the_end_of_an_epoch_with_fetching_processes(strategy: str, again: bool, tmp_path: Path) -> None:
+    """Of the 30 batches of an epoch one of two members had 14, and some more were fetched ahead for it."""
+    replacing = Replacing(replacements=3 if again else 0)
+    result = train(tmp_path, strategy, "1:0:batch:14", epochs=2, replacing=replacing, workers=2)
+    clean(result, *[1] * again)
 
 
 @pytest.mark.slow

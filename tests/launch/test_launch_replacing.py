@@ -29,10 +29,10 @@ def test_the_pause_doubles_until_one_trains(tmp_path: Path) -> None:
     told = Told(tmp_path, replacements=9)
     pid = os.getpid()
     told.does(1, "training")
-    waits = [told.replacements.lost(1, pid, -9)]
+    waits = [told.replacements.lost(1, pid, "killed by signal 9")]
     for _ in range(3):  # each ends before it takes part
         told.replacements.started(1, pid)
-        waits.append(told.replacements.lost(1, pid, 1))
+        waits.append(told.replacements.lost(1, pid, "exit code 1"))
     assert waits == [0.5, 1.0, 2.0, 4.0]
     told.replacements.started(1, pid)
     told.does(2, SERVING)
@@ -45,19 +45,19 @@ def test_the_pause_doubles_until_one_trains(tmp_path: Path) -> None:
     coming.set("waiting for the other members at the hub")  # it may have trained nothing
     told.replacements.look()
     assert told.lines[-1] == "member 1 joined: 2 members train now"
-    assert told.replacements.lost(1, pid, -9) == 0.5
+    assert told.replacements.lost(1, pid, "killed by signal 9") == 0.5
 
 
 def test_the_budget_and_the_least(tmp_path: Path) -> None:
     told = Told(tmp_path, workers=3, least=2, replacements=1)
-    assert told.replacements.lost(2, 1, -9) is not None
-    assert told.replacements.lost(2, 1, -9) is None
+    assert told.replacements.lost(2, 1, "killed by signal 9") is not None
+    assert told.replacements.lost(2, 1, "killed by signal 9") is None
     assert told.lines[-1] == (
         "member 2 was killed by signal 9; the others go on without it: it was started again once already"
     )
     assert not told.replacements.reason
-    told.replacements.lost(0, 1, 1)
-    assert told.replacements.lost(0, 1, 1) is None
+    told.replacements.lost(0, 1, "exit code 1")
+    assert told.replacements.lost(0, 1, "exit code 1") is None
     assert told.replacements.reason == (
         "fewer than 2 members can go on: member 0 ended with exit code 1 (each is started again at most 1 times)"
     )

@@ -293,8 +293,8 @@ class Twice:
         self.times, self.lost_ones, self.running, self.reason = times, [], [], ""
         self.joining = set()
 
-    def lost(self, rank, pid, code, error=""):
-        self.lost_ones.append((rank, code))
+    def lost(self, rank, pid, how, error=""):
+        self.lost_ones.append((rank, how))
         if len(self.lost_ones) <= self.times:
             return 0.05
         self.reason = "too few"
@@ -326,11 +326,11 @@ def test_a_lost_member_is_started_again(tmp_path, monkeypatch):
         losable=[0, 1],
         again=again,
         on_started=pids.append,
-        on_lost=lambda rank, code: lost.append((rank, code)),
+        on_lost=lambda rank, how: lost.append((rank, how)),
     )
     assert (outcome.code, [e.code for e in outcome.ended]) == (0, [0, 0])
     assert [(e.rank, e.code) for e in outcome.replaced] == [(e.rank, e.code) for e in outcome.lost] == [(1, -9)]
-    assert lost == again.lost_ones == [(1, -9)]
+    assert lost == again.lost_ones == [(1, "killed by signal 9")]
     assert kept.of(1) == ["again"]
     assert len(pids) == 2
     assert pids[1][1] == again.running[0] != pids[0][1]

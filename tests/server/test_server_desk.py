@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -30,8 +31,9 @@ from paceline.server.outside import desk as desk_module
 from paceline.server.outside import outsider as outside_module
 from paceline.server.outside import visits as v
 from paceline.server.outside.desk import Desk
+from paceline.server.outside.inbox import UPLOADS
 from paceline.server.outside.outsider import Outsider
-from paceline.server.outside.samples import pack
+from paceline.server.outside.samples import pack, unpack
 from paceline.server.outside.taking import Taker
 from paceline.server.placement import Tensor
 from paceline.server.service import Service
@@ -357,6 +359,43 @@ def test_loaders_share_out_what_is_uploaded_and_a_lost_member_gives_it_back(tmp_
         for thread in threads:
             thread.join(20)
         assert sorted(seen[0] + seen[1]) == list(range(40))
+
+
+@pytest.mark.parametrize("first", ["desk", "shards"])
+def test_a_lost_worker_gives_back_what_its_last_push_was_not_made_of(tmp_path: Path, first: str) -> None:
+    """Its connection to the desk may end before its last push is taken, which settles one of two batches."""
+    with house(tmp_path, gate="async") as here:
+        service, desk = here.services[0], here.desks[0]
+        service.settle, service.left = desk.settle, desk.left
+        (table,) = here.open()
+        worker, other = (visit(here.address, TOKEN, 5.0) for _ in range(2))
+        take = msgspec.structs.replace(TAKE, course="7/0")
+        for channel, rank in ((worker, 0), (other, 1)):
+            channel.send(v.encode(v.Visit(rank=rank)))
+            channel.recv(10)
+        worker.send(v.encode(take))
+        assert isinstance(v.decode_from_desk(worker.recv(10)), v.Soon)
+        with Outsider(here.address, TOKEN, 5.0) as outsider:
+            outsider.upload([torch.tensor(i) for i in range(2)])
+            outsider.finish_uploads()
+        for number in range(2):
+            worker.send(v.encode(msgspec.structs.replace(take, number=number)))
+            assert isinstance(v.decode_from_desk(worker.recv(10)), v.Given)
+        if first == "desk":
+            worker.close()
+            until(lambda: 0 in desk._going)
+            other.send(v.encode(take))
+            assert isinstance(v.decode_from_desk(other.recv(10)), v.Soon)  # nothing is given back yet
+        gradients = [torch.ones(slot.parameter.shape) for slot in table.slots]
+        table.push(gradients, [{"lr": 1.0}], leases={UPLOADS + "7/0": [0]})
+        here.clients[0].close(said=False)
+        worker.close()
+        found = None
+        while not isinstance(found, v.Given):
+            other.send(v.encode(take))
+            found = v.decode_from_desk(other.recv(10))
+        assert [int(unpack(sample)) for sample in found.samples] == [1]
+        other.close()
 
 
 def test_a_note_lets_the_owner_in_and_a_wrong_token_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

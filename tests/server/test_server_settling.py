@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.trained import Work
 from paceline.data.partition import Strided
 from paceline.data.sampler import Sampler
 from paceline.server import messages as m
@@ -50,6 +51,26 @@ def served(servers: int) -> tuple[list[Service], list[Book], Client]:
         service.attach(theirs)
         ends.append(mine)
     return services, books, Client(0, ends, limit_s=10)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_what_a_lost_worker_has_done_is_known_to_the_first_server(said: bool) -> None:
+    services, _, client = served(2)
+    lost: list[tuple[int, int, Work]] = []
+    for number, service in enumerate(services):
+        service.lost = lambda rank, work, number=number: lost.append((number, rank, work))  # type: ignore[misc]
+    table = client.open(
+        [(t, torch.zeros(t.shape)) for t in TENSORS], m.Rule(optimizer="SGD", groups=[SGD], gate="async")
+    )
+    table.store()
+    for samples in (8.0, 8.0, 3.0):
+        table.push([torch.ones(t.shape) for t in TENSORS], [SGD], samples=samples)
+    client.close(said=said)
+    assert all(service.wait(5) for service in services)
+    expected = [] if said else [(0, 0, Work(samples=19.0, pushes=3)), (1, 0, Work(samples=0.0, pushes=3))]
+    assert sorted(lost, key=lambda each: each[0]) == expected
+    for service in services:
+        service.close()
 
 
 @pytest.mark.parametrize("servers", [1, 3])

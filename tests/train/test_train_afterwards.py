@@ -9,6 +9,8 @@ import msgspec
 
 from paceline.core.events import JsonLines
 from paceline.train import afterwards
+from paceline.train.report import write_report
+from paceline.train.summary import summarise, write_summary
 
 LOST = {"kind": "view", "time": 103.0, "number": 2, "size": 2, "lost": [1], "joined": [], "seconds": 0.5, "step": 20}
 
@@ -40,3 +42,16 @@ def test_the_report_is_written_afterwards_where_it_is_missing(tmp_path: Path) ->
     summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
     assert (summary["outcome"], summary["views"]["lost"]) == ("finished", 1)
     assert afterwards.write(tmp_path, 90.0) is None  # it is there
+
+
+def test_the_report_of_a_first_member_that_failed_and_was_replaced_is_not_that_of_the_end(tmp_path: Path) -> None:
+    failed = end(104.0) | {"outcome": "failed", "step": 7}
+    events(tmp_path, 0, start(), failed)
+    write_summary(summarise(failed, start()), tmp_path)
+    write_report(tmp_path)
+    too_late = end(109.0) | {"step": 0, "members": []}
+    events(tmp_path, 0, start() | {"time": 107.0, "late": True}, too_late)
+    events(tmp_path, 1, start(), end(108.0))
+    assert afterwards.write(tmp_path, 90.0) is not None
+    summary = msgspec.json.decode((tmp_path / "summary.json").read_bytes())
+    assert (summary["outcome"], summary["step"]) == ("finished", 60)

@@ -7,7 +7,7 @@ import shlex
 import signal
 from pathlib import Path
 
-from paceline.core.lost import how
+from paceline.core.lost import was
 from paceline.membership.agent import Ended, Outcome
 from paceline.membership.lines import clean
 
@@ -28,12 +28,11 @@ def failure(
     others = [e for e in outcome.ended if e.rank != first.rank]
     lines = [f"rank {first.rank} failed first: {exit_text(first.code)}, after {first.seconds:.1f} s"]
     if first.error and first.code < 0:
-        lines = [f"rank {first.rank} failed first: {first.error} (and was {how(first.code)} while it ended)"]
+        lines = [f"rank {first.rank} failed first: {first.error} (and {was(first.how)} while it ended)"]
     if first.rank >= workers:
-        end = f"was {how(first.code)}" if first.code < 0 else f"ended with {how(first.code)}"
         lines = [
-            f"server {first.rank - workers} (rank {first.rank}) {end}, after {first.seconds:.1f} s: it held a part of "
-            "the parameters",
+            f"server {first.rank - workers} (rank {first.rank}) {was(first.how)}, after {first.seconds:.1f} s: it held "
+            "a part of the parameters",
             f"  resume from the last checkpoint with: {shlex.join(again)}",
         ]
     elif (hint := _HINTS.get(-first.code)) and not first.error:  # type: ignore[call-overload]
@@ -70,7 +69,7 @@ def lost(rank: int, how: str) -> str:
 def lost_on_the_way(lost: list[Ended], logs: dict[int, Path]) -> str:
     """What to say at the end of an elastic run that finished all the same."""
     count = "a member was lost" if len(lost) == 1 else f"members were lost {len(lost)} times"
-    who = "; ".join(f"{e.rank}: {how(e.code)} ({logs[e.rank]})" for e in sorted(lost, key=lambda e: e.at))
+    who = "; ".join(f"{e.rank}: {e.how} ({logs[e.rank]})" for e in sorted(lost, key=lambda e: e.at))
     return f"{count} on the way, and the run finished: {who}"
 
 

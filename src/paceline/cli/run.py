@@ -50,13 +50,14 @@ Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of t
 _DEFAULT = Elastic(least=1, most=1)
 _ELASTIC = (
     Flag("replacements", "N", whole(0), "how often each member may be started again; with servers also with -n N"),
-    Flag("silence_s", "S", seconds(0.1), "after which a member or host that is not heard of is lost"),
+    Flag("silence_s", "S", seconds(0.1), "after which a member or host that is stopped or not heard of is lost"),
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
     Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
     Flag("slots", "K", whole(0), "members that this host may have"),
     Flag("hosts", "FILE", str, "other hosts: lines of a name, slots and labels, or a program that prints them"),
     Flag("start_on", "COMMAND", str, "what leads to such a host"),
 )
+_SERVED = ("replacements", "silence_s")  # of these, for runs with servers too
 _ONCE_S = 0.3  # signals so close to each other are one
 _NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
@@ -119,15 +120,22 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
     (beforehand.check_elastic if elastic else beforehand.check_fixed)(settings)
     most = given.members.most
     num_servers, _ = servers.choose(settings.strategy, settings.servers, most, replaces=replacing is not None)
+    forgives = replacing is not None or servers.forgives(settings.strategy, num_servers)
+    if served and given.silence_s and not forgives:
+        raise ConfigError(
+            f"--silence-s: {settings.strategy} cannot go on without a worker that is stopped, and waits for it for "
+            "--wait-limit-s; leave it out, or give --replacements"
+        )
     return JobSpec(
         script=rest[0],
         args=tuple(rest[1:]),
         module=module,
         num_members=given.members.most,
         num_servers=num_servers,
-        forgives=replacing is not None or servers.forgives(settings.strategy, num_servers),
+        forgives=forgives,
         elastic=elastic,
         replacing=replacing,
+        silence_s=given.silence_s or _DEFAULT.silence_s,
         settings=settings,
         threads=given.threads,
         labels=tuple(given.label or ()),
@@ -151,7 +159,7 @@ def _elastic(given: Namespace) -> Elastic | None:
 def _replacing(given: Namespace) -> Replacing | None:
     """With servers: what is done about lost workers; None: they are not started again."""
     values = [flag for flag in _ELASTIC if getattr(given, flag.field) is not None]
-    if other := next((flag for flag in values if flag.field != "replacements"), None):
+    if other := next((flag for flag in values if flag.field not in _SERVED), None):
         raise ConfigError(
             f"{other.option} is for elastic runs of all-reduce: with servers, lost workers are started again on this "
             "host; leave it out"
@@ -261,7 +269,7 @@ def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Dis
     if outcome.lost and (spec.elastic or (spec.replacing and not outcome.code)):
         display.say(f"warning: {ending.lost_on_the_way(outcome.lost, logs)}")
     for lost in () if spec.elastic or spec.replacing else outcome.lost:
-        how = f"{ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
+        how = f"{lost.why or ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
         display.say(f"warning: rank {lost.rank} was lost: {how}; the others went on without it")
     if job.reason and not outcome.stopped_by:
         display.say(f"the run is over: {job.reason}")

@@ -52,3 +52,12 @@ def how(code: int) -> str:
     ('killed by signal 9', 'exit code 1')
     """
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def was(how: str) -> str:
+    """The same as what happened to a member.
+
+    >>> was("killed by signal 9"), was("stopped for 3 s"), was("exit code 1")
+    ('was killed by signal 9', 'was stopped for 3 s', 'ended with exit code 1')
+    """
+    return f"ended with {how}" if how.startswith("exit code") else f"was {how}"

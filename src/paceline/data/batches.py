@@ -3,7 +3,8 @@
 Fetching begins in the caller's thread and moves to a background thread as soon as a batch takes longer than
 handing it over would: a thread that shares the interpreter costs a small model more than it saves. A dataset
 that draws random numbers stays in the caller's thread, where its draws can be kept apart from those of
-training. With worker processes, they fetch from the start. Whatever the way, the batches are the same.
+training. With worker processes, they fetch from the start; where batches are dealt, those that others were lent and
+come back at the end of an epoch are fetched here. Whatever the way, the batches are the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from paceline.data.device import Ahead, Here
 from paceline.data.mapped import MapFeed, MapReader
 from paceline.data.prefetch import Background, Workers, map_workers, stream_worker
 from paceline.data.source import Feed
+from paceline.data.uploads import UploadFeed
 
 if TYPE_CHECKING:
     from paceline.data.loader import Loader
@@ -46,6 +48,7 @@ class Batches:
             feed.place = self._here.put
         self._in_background = False
         self._slow = 0
+        self._may_come_back = isinstance(feed, MapFeed) and feed.dealt and self._loader.workers > 0
 
     @property
     def active(self) -> bool:
@@ -81,7 +84,7 @@ class Batches:
 
     def leases(self) -> dict[str, tuple[int, ...]]:
         """The batches that a push of now has the gradients of, by course; empty where batches are not dealt."""
-        return self.feed.leases() if isinstance(self.feed, MapFeed) else {}
+        return self.feed.leases() if isinstance(self.feed, MapFeed | UploadFeed) else {}
 
     def hold(self) -> Callable[[], None]:
         """For a loop of several threads: the batch handed out last is done when the returned function is called."""
@@ -107,6 +110,11 @@ class Batches:
         if self._line is None:
             self._line = self._first_line()
         item = next(self._line, None)
+        if item is None and self._may_come_back:  # worker processes have none left: now it can be waited for more
+            self._may_come_back = self._in_background = False
+            self._drop_line()
+            self._line = iter(self._reader)
+            item = next(self._line, None)
         if item is None or self._here is None:
             return item
         if self._ahead and self._in_background:

@@ -332,10 +332,8 @@ class Loader:
                 "an iteration over a loader goes on from one epoch into the next: the checkpoint between these two "
                 "does not hold its place, those from here on do"
             )
-        if isinstance(feed, MapFeed):
+        if isinstance(feed, MapFeed | UploadFeed):
             feed.asked(owed=self._owed())
-        elif isinstance(feed, UploadFeed):
-            feed.asked()
         if self.before:
             self.before()
 

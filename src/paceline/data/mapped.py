@@ -34,8 +34,11 @@ class MapReader(Watch):
             yield batch, None
 
     def tasks(self) -> Iterator[tuple[list[int], int]]:
-        """The same as pairs of indices and seed, for worker processes."""
-        for turn in self.course.turns(self.pad, wait=False):  # here a wait would hold up what was fetched already
+        """The same as pairs of indices and seed, for worker processes: all but those that others may still leave.
+
+        A wait for these would hold up what was fetched already.
+        """
+        for turn in self.course.turns(self.pad, wait=False):
             yield turn.indices.tolist(), self.course.seed(turn.number)
 
 
@@ -44,6 +47,11 @@ class MapFeed:
 
     def __init__(self, fetch: Fetch, course: Course, pad: bool) -> None:
         self.course, self.reader = course, MapReader(fetch, course, pad)
+
+    @property
+    def dealt(self) -> bool:
+        """Whether members are lent batches as they ask."""
+        return isinstance(self.course, DealtCourse)
 
     def take(self, item: tuple[Any, None] | None) -> tuple[Any, int]:
         """The batch to hand out and how many real samples it has; `None` says that the reader has ended."""

@@ -29,6 +29,9 @@ class Queue(Protocol):
     def done(self, course: str, count: int) -> None:
         """So many batches, counted from the first, are trained."""
 
+    def named(self, course: str) -> str:
+        """By what name a push settles batches of a course; "": pushes settle nothing."""
+
     def rest(self) -> None:
         """This member has nothing to do until samples come."""
 
@@ -72,7 +75,8 @@ class UploadFeed:
         self.reader = UploadReader(queue, cut, self._wait)
         self.done = 0  # batches that were handed out
         self.consumed = 0
-        self._told = 0
+        self._passed = 0  # so many are behind the user, who has asked for more
+        self._told = 0  # so many are known to be trained
         self._waiting = False
 
     def take(self, item: tuple[Any, tuple[int, int]] | None) -> tuple[Any, int]:
@@ -85,13 +89,27 @@ class UploadFeed:
         self.consumed += total
         return batch, real
 
-    def asked(self) -> None:
-        """The user asks for a batch: those that were handed out are trained."""
-        if self.done > self._told:
-            self._told = self.done
-            self._queue.done(self.reader.course, self.done)
+    def asked(self, *, owed: bool) -> None:
+        """The user asks for a batch: those that were handed out are trained.
+
+        `owed`: their gradients are kept here for a push to come, which settles them. Where samples have to be waited
+        for, they are done all the same.
+        """
+        self._passed = self.done
+        if not owed or self._waiting:
+            self._tell()
         if self._waiting:
             self._rest_if_idle()
+
+    def leases(self) -> dict[str, tuple[int, ...]]:
+        """The batches that a push of now has the gradients of, by course."""
+        name, numbers = self._queue.named(self.reader.course), tuple(range(self._told, self.done))
+        return {name: numbers} if name and numbers else {}
+
+    def _tell(self) -> None:
+        if self._passed > self._told:
+            self._told = self._passed
+            self._queue.done(self.reader.course, self._told)
 
     def mark(self) -> int:
         return self.consumed
@@ -101,6 +119,7 @@ class UploadFeed:
 
     def _wait(self) -> None:
         self._waiting = True
+        self._tell()  # nobody is to wait for a push that this member may never make
         self._rest_if_idle()
 
     def _rest_if_idle(self) -> None:

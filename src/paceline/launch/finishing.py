@@ -1,4 +1,4 @@
-"""What a launcher makes good for when an elastic run has finished: a member that was killed while it wrote the report.
+"""What a launcher makes good for when a run has finished that can lose members: one that was killed in the report.
 
 Training was over then, and the others are done: the run has finished, with a warning. What is missing is written here.
 """

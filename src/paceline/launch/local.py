@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.core import lost
+from paceline.core import lost, trained
 from paceline.core.settings import Settings
 from paceline.launch import record, servers
 from paceline.launch.background import Background
 from paceline.launch.elastic import ElasticJob
-from paceline.launch.finishing import with_last_words
+from paceline.launch.finishing import made_good, with_last_words
 from paceline.launch.plan import plan, told
-from paceline.launch.replacing import Replacements
+from paceline.launch.replacing import Beginning, Replacements
 from paceline.launch.resuming import Resuming
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Agent, Outcome
 from paceline.membership.process import Show
 from paceline.membership.rendezvous import Rendezvous
+from paceline.membership.stopped import Stopped
 
 
 class Local:
@@ -135,19 +136,30 @@ class LocalJob:
                     if self._stopped_by:  # while the agent was another one
                         self._agent.stop(self._stopped_by)
                     outcome = self._agent.run()
-                outcome = with_last_words(outcome, self.dir)
+                outcome = self._made_good(with_last_words(outcome, self.dir))
                 code = outcome.code
                 return outcome
             finally:
                 self._rendezvous.close()
                 self._record.finish(code)
 
+    def _made_good(self, outcome: Outcome) -> Outcome:
+        """With servers: who was killed over the report takes nothing from it, if nobody was ended for that."""
+        cut_off = outcome.first_failed and any(ended.asked for ended in outcome.ended)
+        if not self._spec.num_servers or outcome.stopped_by or cut_off:
+            return outcome
+        return made_good(outcome, self.dir, self._began, 0.0, self._say)
+
     def _begin(self) -> None:
         """Make ready to start all members."""
+        self._began = time.time()
         lost.write(self.dir, ())
+        trained.clear(self.dir)
         self._losses.clear()
         replacing, workers = self._spec.replacing, self._spec.num_members
         self._again = Replacements(replacing, self.dir, workers, self._say) if replacing else None
+        self._beginning = Beginning(self.dir, workers)
+        losable = range(0 if replacing else 1, workers) if self._spec.forgives or replacing else ()
         self._rendezvous = Rendezvous(self._size, self.settings, self.token, replaces=replacing is not None)
         self._agent = Agent(
             plan(self._spec, self._rendezvous.address, self.token),
@@ -155,8 +167,9 @@ class LocalJob:
             logs=self.dir / "logs",
             notice_s=self._notice_s,
             grace_s=self._grace_s,
-            losable=range(0 if replacing else 1, workers) if self._spec.forgives or replacing else (),
+            losable=losable,
             again=self._again,
+            stopped=Stopped(self._spec.silence_s, self._goes_on) if losable else None,
             on_started=self._started,
             on_ended=self._ended,
             on_lost=self._lost,
@@ -171,13 +184,21 @@ class LocalJob:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._rendezvous.gone(rank, how)
 
-    def _lost(self, rank: int, code: int) -> None:
+    def _goes_on(self) -> bool:
+        """Whether the others can go on without a worker now."""
+        return self._beginning.over and self._forgives
+
+    @property
+    def _forgives(self) -> bool:
         gate = "" if self._again else servers.turned(self.dir / "events" / "rank-0.jsonl", self._record.run.started)
-        if gate and not servers.forgives(gate, 1):
+        return not gate or servers.forgives(gate, 1)
+
+    def _lost(self, rank: int, how: str) -> None:
+        if not self._forgives:
             return  # the others fail of it, and the end says so
         again = self._again is not None and self._again.replaces(rank)
-        self._losses.append(lost.Lost(rank=rank, how=lost.how(code), at=time.time(), again=again))
+        self._losses.append(lost.Lost(rank=rank, how=how, at=time.time(), again=again))
         with contextlib.suppress(OSError):  # a full disk must not stop the others
             lost.write(self.dir, self._losses)
         if not self._again:  # who tells more of it
-            self._on_lost(rank, lost.how(code))
+            self._on_lost(rank, how)

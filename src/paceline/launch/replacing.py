@@ -11,10 +11,27 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from paceline.core import status
-from paceline.core.lost import how
+from paceline.core.lost import was
 from paceline.launch.spec import Replacing
 from paceline.launch.story import gone
 from paceline.membership.books import back_off_s
+
+
+class Beginning:
+    """Whether training has begun, as the first server says it; what that of an earlier start has said is taken away."""
+
+    def __init__(self, directory: Path, num_workers: int) -> None:
+        self._server = directory / "status" / f"rank-{num_workers}"
+        self._server.unlink(missing_ok=True)
+        self._num_workers = num_workers
+        self._over = False
+
+    @property
+    def over(self) -> bool:
+        if not self._over:
+            doing = status.read(self._server, self._num_workers)
+            self._over = doing is not None and doing.what.startswith(status.SERVING)
+        return self._over
 
 
 class Replacements:
@@ -30,30 +47,25 @@ class Replacements:
         self._directory = directory
         self._num_workers = num_workers
         self._say = say
-        self._server = directory / "status" / f"rank-{num_workers}"  # the first one's
-        self._server.unlink(missing_ok=True)  # of one that is gone
+        self._beginning = Beginning(directory, num_workers)
         self._times = dict.fromkeys(range(num_workers), 0)  # each was started again
         self._fails = dict.fromkeys(range(num_workers), 0)  # losses in a row without training
         self._joining: dict[int, int] = {}  # rank and process of those who were started again
         self._gone: set[int] = set()
-        self._begun = False
         self.reason = ""  # why the run cannot go on
 
     @property
     def begun(self) -> bool:
         """Whether the first epoch has begun: before that an end is the script's own, and would come again."""
-        if not self._begun:
-            doing = status.read(self._server, self._num_workers)
-            self._begun = doing is not None and doing.what.startswith(status.SERVING)
-        return self._begun
+        return self._beginning.over
 
     @property
     def joining(self) -> Collection[int]:
         return list(self._joining)
 
-    def lost(self, rank: int, pid: int, code: int, error: str = "") -> float | None:
-        """A worker is lost: in how many seconds it is started again; None: not any more, as when it ended by an `error`
-        that would come again."""
+    def lost(self, rank: int, pid: int, how: str, error: str = "") -> float | None:
+        """A worker is lost (`how`: see `core.lost`): in how many seconds it is started again; None: not any more, as
+        when it ended by an `error` that would come again."""
         if error:
             self._gone.add(rank)
             self.reason = f"member {rank} ended with an error that would come again: {error}"
@@ -62,14 +74,14 @@ class Replacements:
         trained = doing is not None and doing.pid == pid and rank not in self._joining
         self._fails[rank] = 0 if trained else self._fails[rank] + 1
         self._joining.pop(rank, None)
-        what, times, most = f"member {rank} {_was(code)}", self._times[rank], self._rules.replacements
+        what, times, most = f"member {rank} {was(how)}", self._times[rank], self._rules.replacements
         if times >= most:
             self._gone.add(rank)
             left = self._num_workers - len(self._gone)
             if left < self._rules.least:
                 self.reason = (
-                    f"fewer than {self._rules.least} members can go on: member {rank} {_was(code)} (each is started "
-                    f"again at most {most} times)"
+                    f"fewer than {self._rules.least} members can go on: {what} (each is started again at most {most} "
+                    "times)"
                 )
                 return None
             self._say(gone(what, times, most, None))
@@ -97,7 +109,3 @@ class Replacements:
                 del self._joining[rank]
                 here = self._num_workers - len(self._gone) - len(self._joining)
                 self._say(f"member {rank} joined: {here} member{'s train' if here > 1 else ' trains'} now")
-
-
-def _was(code: int) -> str:
-    return f"was {how(code)}" if code < 0 else f"ended with {how(code)}"

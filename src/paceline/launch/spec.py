@@ -86,6 +86,7 @@ class JobSpec:
     elastic: Elastic | None = None  # members may come and go
     labels: tuple[str, ...] = ()  # of the members on this host; "gpu:0,1": of these alone
     replacing: Replacing | None = None  # with server processes: lost workers are started again
+    silence_s: float = 3.0  # with server processes: after which a worker that is stopped is lost
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's own
     cwd: str | None = None
     python: str = sys.executable
@@ -96,6 +97,8 @@ class JobSpec:
             raise ConfigError(f"num_members={self.num_members}: a run has at least one member")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads={self.threads}: a member needs at least one thread")
+        if not self.silence_s > 0:
+            raise ConfigError(f"silence_s={self.silence_s:g}: give a time above 0")
         if self.replacing and (self.elastic or not self.num_servers):
             raise ConfigError("replacing: lost workers are replaced where there are server processes, and no scheduler")
         if self.replacing and self.replacing.least > self.num_members:

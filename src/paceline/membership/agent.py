@@ -4,7 +4,8 @@ behind.
 Runs in the launcher's process, on one thread that lives as long as the members. It knows nothing of
 training: a busy member cannot look dead to it, since it watches processes and not their answers.
 
-Some members may be lost, and started again (`Again`), while the others go on. When one fails that is needed, the others
+Some members may be lost, and started again (`Again`), while the others go on; one of these that is stopped for too long
+is killed, so that it cannot come back to a run that has gone on without it. When one fails that is needed, the others
 are given a moment to notice and end by themselves, so that their last words are their own; then they get SIGTERM, and
 SIGKILL if they are still there some seconds later.
 """
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.core.errors import PacelineError
+from paceline.core.lost import how
 from paceline.membership.lines import clean
 from paceline.membership.process import Process, Show, Start
+from paceline.membership.stopped import Stopped
 from paceline.membership.watch import Watch
 
 # What a member says when it ends because another one did: it is not the one to blame.
@@ -56,6 +59,7 @@ class Ended:
     at: float  # time.monotonic()
     pid: int = 0
     error: str = ""  # what it said it failed of, before its process ended
+    why: str = ""  # its agent killed it
 
     @classmethod
     def of(cls, process: Process, *, asked: bool, losable: bool) -> Ended:
@@ -69,7 +73,13 @@ class Ended:
             losable=losable,
             at=process.ended,
             pid=process.pid,
+            why=process.why,
         )
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        return self.why or how(self.code)
 
     @property
     def failed(self) -> bool:
@@ -144,7 +154,7 @@ class Again(Protocol):
     def joining(self) -> Collection[int]:
         """Ranks that were started again and do not take part yet."""
 
-    def lost(self, rank: int, pid: int, code: int, error: str = "") -> float | None:
+    def lost(self, rank: int, pid: int, how: str, error: str = "") -> float | None:
         """In how many seconds it is started again; None: not any more. `error`: what it ended by, if that would come
         again."""
 
@@ -163,17 +173,19 @@ class Agent:
         logs: Path | None = None,
         losable: Sequence[int] = (),  # ranks whose failure stops nobody
         again: Again | None = None,  # those of them that are started again
+        stopped: Stopped | None = None,  # those of them that are stopped, and for how long they may be
         notice_s: float = 3.0,  # for the others to notice a failure
         grace_s: float = 5.0,  # between SIGTERM and SIGKILL
         on_started: Callable[[list[int]], None] = lambda pids: None,
         on_ended: Callable[[int, int], None] = lambda rank, code: None,
-        on_lost: Callable[[int, int], None] = lambda rank, code: None,  # one that is losable
+        on_lost: Callable[[int, str], None] = lambda rank, how: None,  # one that is losable
     ) -> None:
         self._starts = starts
         self._show = show
         self._logs = logs
         self._losable = frozenset(losable)
         self._again = again
+        self._stopped = stopped
         self._due: dict[int, float] = {}  # by rank: when it is started again
         self._replaced: list[Process] = []
         self._needed: set[int] = set()  # processes of losable ranks without which the others cannot go on
@@ -244,6 +256,11 @@ class Agent:
                 self._note_failure(process)
             self._on_ended(process.rank, process.code)
         now = time.monotonic()
+        if self._stopped and not self._failed_at and not self._asked_at:
+            running = [p for p in self._processes if p.rank in self._losable and p.code is None]
+            for process in self._stopped.too_long(running, now):
+                process.why = f"stopped for {self._stopped.silence_s:g} s"
+                process.signal(signal.SIGKILL)
         if self._failed_at and not self._asked_at and now - self._failed_at >= self._notice_s:
             self._ask()
         if self._asked_at and not self._killed and now - self._asked_at >= self._grace_s:
@@ -252,10 +269,11 @@ class Agent:
     def _note_failure(self, process: Process) -> None:
         assert process.code is not None
         again, losable = self._again, process.rank in self._losable
+        words = process.why or how(process.code)
         if losable and again and self._failed_at is None:
             losable = again.begun
             error = sure_error(process.tail) if process.code > 0 else ""
-            if losable and (wait_s := again.lost(process.rank, process.pid, process.code, error)) is not None:
+            if losable and (wait_s := again.lost(process.rank, process.pid, words, error)) is not None:
                 self._due[process.rank] = time.monotonic() + wait_s
             losable = losable and not again.reason
         if not losable:
@@ -264,7 +282,7 @@ class Agent:
             if again and again.reason:  # the others would notice nothing
                 self._ask()
         elif self._failed_at is None:
-            self._on_lost(process.rank, process.code)
+            self._on_lost(process.rank, words)
 
     def _start_due(self, watch: Watch) -> None:
         """Start again who is due, unless the run comes to its end."""

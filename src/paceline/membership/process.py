@@ -63,6 +63,7 @@ class Process:
         self.rank = start.rank
         self.tail: deque[str] = deque(maxlen=TAIL)
         self.code: int | None = None  # as of subprocess: negative for a signal
+        self.why = ""  # this agent has ended it, where the signal alone does not say that
         self.finished = False  # ended, group empty, output read
         self.began = time.monotonic()
         self.ended = 0.0

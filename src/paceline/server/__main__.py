@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from paceline.core import queue
+from paceline.core import queue, trained
 from paceline.core.errors import TimedOut
 from paceline.core.status import SERVING, Status
 from paceline.core.view import Member
@@ -54,7 +55,7 @@ def main() -> None:
     if place.rank == place.workers:
         hub = Hub(wires[0], range(place.workers), begun.set)
         dealing = Dealing(wires[0], range(place.workers), pushes=True)
-        service.settle, service.left = dealing.settle, dealing.left
+        service.lost = _keeps(directory)
     if meeting.replaces:
         Newcomers(wires[0], service, hub, dealing)
     desk = Desk(
@@ -65,6 +66,8 @@ def main() -> None:
         strategy=settings.strategy,
         service=lambda: service,
     )
+    if dealing:
+        _settle(service, dealing, desk)
     look = service.look
 
     def tell_version() -> None:
@@ -105,6 +108,32 @@ def main() -> None:
             dealing.close()
         service.close()
         wires[0].close()
+
+
+def _settle(service: Service, dealing: Dealing, desk: Desk) -> None:
+    """What pushes were made of is used up, where it was dealt and where it was uploaded."""
+
+    def settle(rank: int, leases: Mapping[str, Sequence[int]]) -> None:
+        dealing.settle(rank, leases)
+        desk.settle(rank, leases)
+
+    def left(rank: int) -> None:
+        dealing.left(rank)
+        desk.left(rank)
+
+    service.settle, service.left = settle, left
+
+
+def _keeps(directory: Path) -> Callable[[int, trained.Work], None]:
+    """Writes down what lost workers had done."""
+    began, known = time.time(), dict[int, trained.Work]()
+    trained.write(directory, began, known)
+
+    def keep(rank: int, work: trained.Work) -> None:
+        known[rank] = known.get(rank, trained.Work()) + work
+        trained.write(directory, began, known)
+
+    return keep
 
 
 if __name__ == "__main__":

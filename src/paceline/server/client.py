@@ -156,11 +156,13 @@ class Table:
         read: Sequence[int] | None = None,
         thread: int = 0,
         leases: Mapping[str, Sequence[int]] | None = None,
+        samples: float = 0.0,
     ) -> None:
         """Send gradients; return when the weights for the next step are installed, or the gate's wait has failed.
 
         Where several threads compute and push in turn, `read` is what `versions` was when this one began. `leases` are
-        the batches that the gradients were made of: done when the first server, which deals, takes them.
+        the batches that the gradients were made of, done when the first server, which deals, takes them; `samples` is
+        how many samples it is to count for this worker.
         """
         read = self.versions if read is None else read
         flat = [None if g is None else flat_of(g.to_dense() if g.is_sparse else g) for g in gradients]
@@ -189,6 +191,7 @@ class Table:
                 life=self._client.life,
                 thread=thread,
                 leases={} if part.port.server else named,
+                samples=0.0 if part.port.server else samples,
             )
             future = part.push(head, flat, begun)
             if begun and not part.port.server:

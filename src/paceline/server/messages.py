@@ -83,6 +83,7 @@ class Push(msgspec.Struct, frozen=True, tag="push", kw_only=True):
     life: int = 0  # of the worker: who takes the place of a lost one, with its rank, has another
     thread: int = 0  # of the worker: to corrections, each is a worker
     leases: dict[str, tuple[int, ...]] = {}  # by course: the batches that it settles, at the server that deals
+    samples: float = 0.0  # that it was made of, as the first server counts them
 
 
 class Part(msgspec.Struct, frozen=True, tag="part", kw_only=True):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
+from paceline.core.trained import Work
 from paceline.server import messages as m
 from paceline.server.connection import Block, Connection
 from paceline.server.packing import servable
@@ -44,6 +45,8 @@ class Service:
         # Where batches are dealt here, called with the lock held:
         self.settle: Callable[[int, Mapping[str, Sequence[int]]], None] = lambda rank, leases: None
         self.left: Callable[[int], None] = lambda rank: None  # a worker's connection is over, and all it said is done
+        self.lost: Callable[[int, Work], None] = lambda rank, work: None  # it had not said goodbye, and had done this
+        self._work: dict[int, Work] = {}  # by rank, of those who are here
         self._sessions: dict[int, Session] = {}
         self._done = False  # a worker has come to its end
         self._shards = threading.RLock()
@@ -129,6 +132,12 @@ class Service:
             raise ConfigError(f"table {wish.table}: {_difference(terms, table.terms)} on member {wish.rank}")
         return table
 
+    def taken(self, rank: int, push: m.Push) -> None:
+        """A push is taken, and what it was made of is used up."""
+        self._work[rank] = self._work.get(rank, Work()) + Work(samples=push.samples, pushes=1)
+        if push.leases:
+            self.settle(rank, push.leases)
+
     def gone(self, session: Session, *, said: bool) -> None:
         """A worker's connection has ended. In sync, one that has not said goodbye takes its round with it."""
         if self._sessions.get(session.rank) is not session:
@@ -141,6 +150,9 @@ class Service:
                     if not said and table.chunks and not table.shard.sync:
                         self.agreement.lost(table.shard.last(session.rank, table.number))
                     table.shard.leave(session.rank)
+        work = self._work.pop(session.rank, None)
+        if work and not said:
+            self.lost(session.rank, work)
         self.left(session.rank)
         with self._idle:
             del self._sessions[session.rank]
@@ -211,8 +223,7 @@ class Table:
             session.say_dropped(self, step, reason)
 
     def _settle(self, rank: int, push: m.Push) -> None:
-        if push.leases:
-            self._service.settle(rank, push.leases)
+        self._service.taken(rank, push)
 
 
 def _difference(mine: Terms, first: Terms) -> str:

@@ -37,13 +37,23 @@ class Held:
         wish: bool,
         passing: Pass | None,
         leases: Mapping[str, Sequence[int]],
+        samples: float,
     ) -> None:
         gradients: list[torch.Tensor | None] = [p.grad for p in self.parameters]
         if self._front:
             gradients, weight, wish = self._front.sum(self.parameters, gradients, weight, wish)
         if self.table:
             read, thread = (passing.read[self.table.number], passing.thread) if passing else (None, 0)
-            self.table.push(gradients, options, weight=weight, wish=wish, read=read, thread=thread, leases=leases)
+            self.table.push(
+                gradients,
+                options,
+                weight=weight,
+                wish=wish,
+                read=read,
+                thread=thread,
+                leases=leases,
+                samples=samples,
+            )
             self.wishes = self.table.wishes
         if self._front:
             self._front.share(self.parameters)

@@ -67,6 +67,7 @@ class Served:
         self._tables: dict[int, list[Held]] = {}  # by id of the optimizer
         self._owned: set[int] = set()  # ids of parameters
         self._wishes = 0
+        self._pushed = 0.0  # samples of which servers have been told
         self._rests = False  # the servers have been told that nobody is to wait for this member
         self._behind = False  # it has come late, and its weights are of then
         self._fetched: list[torch.optim.Optimizer] = []  # whose state is here, for a checkpoint
@@ -115,10 +116,11 @@ class Served:
             world.tell(doubt)
         options = options_of(optimizer)
         leases = world.passing.leases if world.passing else world.leases()
+        samples, self._pushed = world.tally.drawn - self._pushed, world.tally.drawn
         began = time.monotonic()
         for each in held:
-            each.push(options[: each.groups], weight, self.sync and world.wish, world.passing, leases)
-            leases = {}
+            each.push(options[: each.groups], weight, self.sync and world.wish, world.passing, leases, samples)
+            leases, samples = {}, 0.0
         world.waited_s += time.monotonic() - began
         world.sent_bytes = self._client.sent_bytes if self._client else 0
         seen = max(each.wishes for each in held)

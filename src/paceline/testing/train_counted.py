@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=-1, help="a member that takes three times as long for a sample")
     parser.add_argument("--width", type=int, default=32, help="of the model")
     parser.add_argument("--processes", type=int, default=0, help="that must have begun before the second epoch ends")
+    parser.add_argument("--workers", type=int, default=0, help="processes that fetch batches for each member")
     options = parser.parse_args()
 
     run = paceline.join()
@@ -40,7 +41,7 @@ def main() -> None:
     model = Counted(net, options.samples).to(run.device)
     optimizer = torch.optim.SGD(model.groups(momentum=0.9), lr=0.05)
     optimizer = run.optimizer(optimizer, model)
-    loader = run.loader(Numbered(options.samples), batch_size=options.batch_size)
+    loader = run.loader(Numbered(options.samples), batch_size=options.batch_size, workers=options.workers)
     book = Book(run, model, loader, options.epochs, options.ledger)
     sample_s = options.sample_s * (3 if book.member == options.slow else 1)
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import msgspec
 
 from paceline.core.events import Event
+from paceline.train.figures import value
 from paceline.train.history import read
 from paceline.train.report import write_report
-from paceline.train.summary import summarise, write_summary
+from paceline.train.summary import Summary, summarise, write_summary
 
 
 def write(run_dir: Path, since: float) -> Path | None:
     """The report, unless one was written after `since` (time.time()), or no member said that the run has finished."""
-    report = run_dir / "report.html"
-    if report.exists() and report.stat().st_mtime >= since:
+    if _written(run_dir, since):
         return None
     history = read(run_dir)
-    history.end = history.end or _end(run_dir, since)
+    history.end = _end(run_dir, since) or history.end
     if history.end is None:
         return None
     start = history.starts[-1] if history.starts else None
@@ -30,8 +30,20 @@ def write(run_dir: Path, since: float) -> Path | None:
     return write_report(run_dir, history)
 
 
+def _written(run_dir: Path, since: float) -> bool:
+    """Whether the report is that of the end, and not of a first member that had failed and was replaced."""
+    report, summary = run_dir / "report.html", run_dir / "summary.json"
+    try:
+        if not report.stat().st_mtime >= summary.stat().st_mtime >= since:
+            return False
+        return msgspec.json.decode(summary.read_bytes(), type=Summary).outcome != "failed"
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
 def _end(run_dir: Path, since: float) -> Event | None:
-    """What any member has said at its end."""
+    """What a member has said at its end: of several, one that has come furthest. Others may have come too late."""
+    found: list[Event] = []
     for path in sorted((run_dir / "events").glob("rank-*.jsonl")):
         for line in reversed(path.read_bytes().splitlines()[-3:]):
             try:
@@ -40,5 +52,5 @@ def _end(run_dir: Path, since: float) -> Event | None:
                 continue
             fits = isinstance(event, dict) and event.get("kind") == "end" and event.get("outcome") == "finished"
             if fits and isinstance(at := event.get("time"), int | float) and at >= since:
-                return dict(event)
-    return None
+                found.append(dict(event))
+    return max(found, key=lambda event: value(event.get("step") or 0), default=None)

@@ -19,9 +19,10 @@ from typing import Any
 
 import msgspec
 
-from paceline.core import lost
+from paceline.core import lost, trained
 from paceline.core.events import Event, Events
 from paceline.core.status import Status
+from paceline.train.earlier import with_lost
 from paceline.transport.group import Group
 
 
@@ -88,10 +89,14 @@ class Ending:
 
     def _say(self, last: dict[str, Any]) -> None:
         members = self._members or [{**last, "host": self._host}]
+        seconds, known = time.monotonic() - self._began, trained.read(self._directory)
+        if known and known.lost:
+            members = with_lost(members, known, self._directory)
+            seconds = max(seconds, time.time() - known.began)  # this one may have come late
         end: Event = {
             "outcome": self._outcome,
             "step": last.get("step", 0),
-            "seconds": time.monotonic() - self._began,
+            "seconds": seconds,
             "members": members,
         }
         if gone := lost.read(self._directory):

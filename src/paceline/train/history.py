@@ -37,6 +37,7 @@ class _Line(msgspec.Struct):
     data_s: Any = 0.0
     compute_s: Any = 0.0
     wait_s: Any = 0.0
+    late: Any = False  # of a start
 
 
 class Curve:
@@ -161,7 +162,7 @@ def _read_file(path: Path, rank: int, history: History) -> None:
             elif rank == 0:
                 _take(decode_any(line), history)
             if rank == 0 and isinstance(event.time, float):
-                if kind == "start" or not part_began:
+                if (kind == "start" and not event.late) or not part_began:
                     history.elapsed_s += history.last - part_began if part_began else 0.0
                     part_began = event.time
                     history.began = history.began or event.time
@@ -184,6 +185,9 @@ def _take_step(event: _Line, history: History) -> None:
 
 def _take(event: Event, history: History) -> None:
     kind = event.get("kind")
+    if kind == "start" and event.get("late") and history.starts:
+        history.end = None  # of who was lost and is replaced by this one: the run goes on, and so do its curves
+        return
     if kind == "start":
         history.starts.append(event)
         history.end, history.counted = None, Counted()

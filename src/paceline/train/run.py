@@ -220,8 +220,10 @@ class Run:
                 "into one loop, or end this run with run.close() and join another"
             )
         self._began = True
+        late = self._world.late
         place = self._loop.begin()
         first = place[1] if place else 0
+        resumed = None if late else place
         self._ending.start = self._events.emit(
             "start",
             size=self.size,
@@ -230,8 +232,9 @@ class Run:
             script=self._ending.script,
             device=str(self.device),
             epochs=count,
-            resumed_step=place[0] if place else None,
-            resumed_epoch=place[1] if place else None,
+            resumed_step=resumed[0] if resumed else None,
+            resumed_epoch=resumed[1] if resumed else None,
+            late=late,
         )
         self._loop.warn_of_untracked()
         if first >= count > 0:

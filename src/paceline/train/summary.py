@@ -45,6 +45,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     compute_share: float = 0.0
     wait_share: float = 0.0
     busy_s: float = 0.0  # data and compute: its own doing, not the wait that others cause
+    lost: bool = False  # it did not come to the end, and nobody at its rank did
 
 
 class Coded(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +143,8 @@ def summarise(end: Event, start: Event | None = None, views: Views | None = None
     whole = sum(times.values())
     seconds = max((s.seconds for s in shares), default=0.0) or _amount(end, "seconds")
     samples = sum(s.samples for s in shares)
-    slowest, slowest_by = _slowest(shares)
+    lost = _lost(end.get("lost"))
+    slowest, slowest_by = _slowest(shares, by_sample=bool(lost))
     summary = Summary(
         name=str(start.get("name") or ""),
         strategy=str(start.get("strategy") or ""),
@@ -162,7 +164,7 @@ def summarise(end: Event, start: Event | None = None, views: Views | None = None
         members=shares,
         coded=_coded(raw),
         pushed=_pushed(raw),
-        lost=_lost(end.get("lost")),
+        lost=lost,
         views=views,
     )
     return msgspec.structs.replace(summary, advice=_advice(summary))
@@ -233,7 +235,7 @@ def table(summary: Summary) -> RenderableType:
     rows.add_column("")
     for m in summary.members:
         slow = m.rank == summary.slowest
-        note = f"slowest, {summary.slowest_by:.2f}x the others" if slow else ""
+        note = f"slowest, {summary.slowest_by:.2f}x the others" if slow else "lost" if m.lost else ""
         rows.add_row(*_cells(str(m.rank), [Text(m.host)] * several, m), note, style="yellow" if slow else "")
     if len(summary.members) > 1:
         rows.add_section()
@@ -305,16 +307,22 @@ def _share(m: dict[str, Any]) -> Share:
         compute_share=compute / whole if whole else 0.0,
         wait_share=wait / whole if whole else 0.0,
         busy_s=data + compute,
+        lost=bool(m.get("lost")),
     )
 
 
-def _slowest(shares: tuple[Share, ...]) -> tuple[int | None, float]:
-    """The member with the most work of its own, and how it compares with the mean of the others."""
+def _slowest(shares: tuple[Share, ...], *, by_sample: bool = False) -> tuple[int | None, float]:
+    """The member with the most work of its own, and how it compares with the mean of the others.
+
+    `by_sample`: in each sample, where some were away for a while.
+    """
+    shares = tuple(s for s in shares if not s.lost and (s.samples or not by_sample))
     if len(shares) < 2:
         return None, 1.0
-    slowest = max(shares, key=lambda s: s.busy_s)
-    others = sum(s.busy_s for s in shares if s is not slowest) / (len(shares) - 1)
-    by = slowest.busy_s / others if others else 1.0
+    busy = {s.rank: s.busy_s / s.samples if by_sample else s.busy_s for s in shares}
+    slowest = max(shares, key=lambda s: busy[s.rank])
+    others = sum(busy[s.rank] for s in shares if s is not slowest) / (len(shares) - 1)
+    by = busy[slowest.rank] / others if others else 1.0
     return (slowest.rank, by) if by > _EVEN else (None, 1.0)
 
 

@@ -47,7 +47,7 @@ def members(summary: Summary) -> str:
     if not summary.members:
         return ""
     rows = [
-        row(f"{m.rank}, slowest" if m.rank == summary.slowest else f"{m.rank}", m.host, m, _kind(m, summary))
+        row(f"{m.rank}{', slowest' * (m.rank == summary.slowest)}{', lost' * m.lost}", m.host, m, _kind(m, summary))
         for m in summary.members
     ]
     if len(summary.members) > 1:

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedO
 from paceline.server.connection import bytes_of
 from paceline.server.outside import visits as v
 from paceline.server.outside.copies import Copies, Copy
-from paceline.server.outside.inbox import Tray
+from paceline.server.outside.inbox import UPLOADS, Tray
 from paceline.server.outside.watching import Watching
 from paceline.server.service import Service
 from paceline.transport.channel import Channel
@@ -82,6 +82,7 @@ class Desk:
         self._copies: Copies | None = None
         self._told: dict[str, int] = {}  # of the shards, when last asked
         self._tray = Tray()
+        self._going: set[int] = set()  # workers that have left this desk, and not yet their shards
         self._lock = threading.Lock()
         self._places: dict[Channel, _Place] = {}
         self._ending = threading.Event()
@@ -122,6 +123,32 @@ class Desk:
             self._watching.again()
             self._watching.progress()
 
+    # ---- what a push settles; with the lock of the shards held
+
+    def settle(self, rank: int, leases: Mapping[str, Sequence[int]]) -> None:
+        """A push of this worker is taken: uploads that it was made of are trained."""
+        for course, numbers in leases.items():
+            if course.startswith(UPLOADS) and numbers:
+                self._tray.done(rank, course.removeprefix(UPLOADS), max(numbers) + 1)
+
+    def left(self, rank: int) -> None:
+        """A worker's pushes are over, and all of them are taken."""
+        if rank in self._going:
+            self._going.discard(rank)
+            self._tray.lost(rank)
+
+    def _lost(self, rank: int) -> None:
+        """A worker takes no more samples: those that its last push does not settle are for the others."""
+        service = self._service()
+
+        def look() -> None:
+            if service and service.session(rank):
+                self._going.add(rank)  # its last push may still be on its way in
+            else:
+                self._tray.lost(rank)
+
+        service.still(look) if service else look()
+
     def _seated(self) -> list[_Place]:
         with self._lock:
             return list(self._places.values())
@@ -153,7 +180,7 @@ class Desk:
             with self._lock:
                 self._places.pop(channel, None)
             if place.rank >= 0:
-                self._tray.lost(place.rank)
+                self._lost(place.rank)
             channel.close()
 
     def _sit(self, place: _Place) -> None:

@@ -1,8 +1,8 @@
 """The input queue of a run: samples from outside, lent to workers.
 
 Each sample goes to one worker. Where workers go their own pace, one asks for a batch and gets the next samples, lent:
-those of a worker that is lost before it has trained them are given to the others, so each is trained once, or twice
-where a worker was lost between its push and its word about it. Where workers keep step, a round has a batch for each,
+those of a worker that is lost before it has trained them are given to the others. A push settles what it was made of,
+so each sample is trained once. Where workers keep step, a round has a batch for each,
 and a worker for which there is none at the end gets a filler that counts for nothing.
 
 A batch is full, but for the last ones of a course: when no more samples will come, or the course has a limit. All that
@@ -22,6 +22,7 @@ from paceline.server.outside.visits import Given, Soon, Take, Taken
 
 MAX_BYTES = 256 << 20
 MAX_SAMPLES = 1 << 16
+UPLOADS = "uploads/"  # how courses begin by which a push settles batches of uploads
 _KEPT = 16  # courses
 
 

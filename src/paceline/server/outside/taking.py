@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.core.errors import Interrupted, TimedOut
 from paceline.server.outside import visits as v
+from paceline.server.outside.inbox import UPLOADS
 from paceline.server.outside.samples import pack, unpack
 from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
@@ -82,6 +83,10 @@ class Taker:
         """The first `count` batches of a course are trained."""
         if self._size == 1:
             self._send(v.Done(course, count))
+
+    def named(self, course: str) -> str:
+        """Where each worker goes its own pace, its pushes come to the server that has the desk."""
+        return UPLOADS + course if self._size == 1 else ""
 
     def _send(self, message: v.ToDesk) -> None:
         with self._sending:
