@@ -188,10 +188,7 @@ def _dry_run(spec: JobSpec) -> str:
     slots = spec.elastic.own_slots if spec.elastic else None
     starts = plan(spec, f"{address}:<port>", "<token>", slots=slots)
     if slots is not None and slots < spec.size:
-        parts.append(
-            f"# {slots} of the {spec.size} members have a slot here (--slots); other hosts start the others so:"
-        )
-        parts += [] if slots else [f"# {shlex.join(starts[0].command)}"]
+        parts.append(f"# {slots} of the {spec.size} members have a slot here (--slots); other hosts start the others")
     for start in starts if slots is None else starts[:slots]:
         added = {k: v for k, v in start.env.items() if os.environ.get(k) != v}
         words = [f"{k}={shlex.quote(v)}" for k, v in added.items()]
