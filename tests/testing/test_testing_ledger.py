@@ -136,6 +136,26 @@ def test_all_are_lost_and_go_on_from_a_checkpoint() -> None:
     assert (told.steps, told.replaced_steps) == (8, 2)
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_steps_taken_again_by_others_in_other_seats_count_once(counts: bool) -> None:
+    """All go on from a checkpoint, bit for bit as before; member 0 has now the seat that member 2 had."""
+    before, after = run(counts=counts), run(counts=counts)
+    for w in before:
+        kill(w, 5)
+        for place in range(5):
+            change(w, place, view=1, members=(0, 1, 2))
+    for w in after:
+        w.member, w.pid = 2 - w.member, w.pid + 100
+        del w.steps[:3]
+        w.steps[:] = [msgspec.structs.replace(s, at=s.at + 100, view=2, members=(2, 1, 0)) for s in w.steps]
+    told = found(before + after)
+    assert told.clean, told
+    assert (told.steps, told.samples) == (8, 48)
+    twice = msgspec.structs.replace(after[1], pid=300, steps=list(after[1].steps), end=None)
+    change(twice, 0, samples=(0, 1))  # by one member, in one view
+    assert found([*before, *after, twice]).doubled_steps == 1
+
+
 def test_members_that_differ() -> None:
     written = run()
     change(written[2], 4, weights="else")  # in one step only

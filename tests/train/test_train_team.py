@@ -279,6 +279,22 @@ def test_who_has_begun_a_turn_less_takes_one_for_nothing(three: Three) -> None:
     assert ahead.team.turns == behind.team.turns == 6
 
 
+def test_a_turn_that_another_has_counted_and_not_begun_is_none_to_make_up_for(three: Three) -> None:
+    """As one that waits for enough members has, while another one is still in the turn before."""
+    members, agent, _ = three
+    waits, busy = members[:2]
+    for one, turns in ((waits, 5), (busy, 4)):
+        for _ in range(turns):
+            assert one.team.turn()
+    waits.team._begins = True
+    assert busy.book
+    busy.book.busy = True
+    lose(members, agent)
+    together(lambda: broken(waits), lambda: broken(busy))
+    assert busy.team.turn()
+    assert waits.team.turns == busy.team.turns == 5
+
+
 def test_a_checkpoint_that_was_due_is_due_for_all(three: Three) -> None:
     members, agent, _ = three
     ahead, behind = members[:2]

@@ -240,9 +240,9 @@ def _one_step(step: int, held: list[Place], check: _Check) -> None:
         return
     check.steps += 1
     lines = [p.steps[i] for p, i in held]
-    gave: dict[int, set[tuple[int, ...]]] = {}
+    gave: dict[tuple[int, int], set[tuple[int, ...]]] = {}  # by view: taken again from a checkpoint, seats differ
     for (process, _), line in zip(held, lines):
-        gave.setdefault(process.member, set()).add(line.samples)
+        gave.setdefault((line.view, process.member), set()).add(line.samples)
     twice = any(line.times > 1 for line in lines) or len({id(p) for p, _ in held}) < len(held)
     differ = len({line.counted for line in lines}) > 1 or len({line.epoch for line in lines}) > 1
     if twice or differ or any(len(each) > 1 for each in gave.values()):
@@ -250,7 +250,8 @@ def _one_step(step: int, held: list[Place], check: _Check) -> None:
         check.tell(f"step {step} was applied twice, or with different samples: {_names(held)}")
     counted = lines[0].counted
     if counted is None:
-        counted = tuple(n for each in gave.values() for samples in each for n in samples)
+        newest = max(line.view for line in lines)
+        counted = tuple(n for (view, _), each in gave.items() if view == newest for samples in each for n in samples)
     check.count(lines[0].epoch, counted)
 
 

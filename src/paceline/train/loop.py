@@ -238,6 +238,7 @@ class Loop:
     def _boundary(self, team: Team) -> None:
         """Where members come and go, they do so here, and a step that was dropped is over."""
         if not team.turn():
+            self._replica.draw_again()
             return
         self._replica.restore()
         with self._for_others():  # perhaps until there are enough

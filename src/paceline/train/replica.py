@@ -133,6 +133,14 @@ class Replica:
             assert self._healing.pipe is not None
             self._coming = Coming(state["late"], self._healing.pipe, self._world.limit_s)
 
+    def draw_again(self) -> None:
+        """A turn for nothing begins where the next one will, lest it come to the end of an epoch that has more."""
+        held = self._held
+        if held is None:
+            return
+        self.restore()
+        self._held, self._world.dropped = held, True
+
     def put_back(self) -> None:
         """A step was dropped: what the loop looks at in the rest of its turn is as of the last commit, but for batches.
         What it changes there is put back too, when it asks for its next one."""

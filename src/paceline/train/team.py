@@ -53,6 +53,11 @@ class Place(msgspec.Struct, frozen=True):
     formed: int = 0  # number of the view in which its last commit was
 
     @property
+    def begun(self) -> int:
+        """Turns that it has really begun."""
+        return self.turns - self.begins
+
+    @property
     def state(self) -> tuple[int, int]:
         """Whoever has the greater one has what counts.
 
@@ -350,7 +355,7 @@ class Team:
         )
         told = group.exchange(msgspec.msgpack.encode(mine))
         places = [msgspec.msgpack.decode(each, type=Place) for each in told]
-        most = Place(*(max(getattr(p, name) for p in places) for name in ("commits", "operations", "turns")))
+        operations, begun = max(p.operations for p in places), max(p.begun for p in places)
         newest = max(p.state for p in places)
         behind = [rank for rank, p in enumerate(places) if p.state < newest]
         source = next(rank for rank, p in enumerate(places) if p.state == newest)
@@ -362,20 +367,19 @@ class Team:
         state = _given(group, source, behind, lambda: self._state(healing))
         if healing and group.rank in behind:
             healing = healing._replace(pipe=self._wires.mesh.channel(source, _LANE))
-        short = [r for r, p in enumerate(places) if p.operations < most.operations and p.commits != NEW]
-        knows = next(rank for rank, p in enumerate(places) if p.operations == most.operations)
+        short = [r for r, p in enumerate(places) if p.operations < operations and p.commits != NEW]
+        knows = next(rank for rank, p in enumerate(places) if p.operations == operations)
         result = _given(group, knows, short, lambda: pack(_plain(self._result)))
         if self.body:
             self.body.regroup(group, state, healing)
             self.body.saving = any(p.saving for p in places if p.state == newest)
         if result is not None:
             self._result = unpack(memoryview(result))
-        behind_by = most.turns - mine.turns
-        self.lag = behind_by if mine.commits != NEW and behind_by <= _MOST_LAG else 0
+        behind_by = begun - mine.begun
+        makes_up = mine.commits != NEW and not mine.begins and behind_by <= _MOST_LAG
+        self.lag = behind_by if makes_up else 0
         self.commits, self._formed = newest
-        self.operations, self.turns = most.operations, most.turns - self.lag
-        if mine.commits == NEW and places[source].begins and not mine.begins:
-            self.turns -= 1  # it will count the turn that the others have counted already
+        self.operations, self.turns = operations, begun - self.lag + mine.begins
         return behind
 
     def _state(self, healing: Healing | None) -> bytes:
