@@ -410,6 +410,13 @@ class Engine:
             "or clip; without --check-finite the step would have been applied"
         )
 
+    def release(self) -> None:
+        """Give up the buckets; nothing is exchanged any more, and the members go on."""
+        for arena in self._arenas:
+            self._world.group.release(arena)
+        self._world.tally.listeners.remove(self._weigh)
+        self._arenas, self._layout, self._slots = [], None, {}
+
     def close(self) -> None:
         for hook in [*self._hooks, *self._weighing.values()]:
             hook.remove()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -93,6 +94,12 @@ class Served:
     def reduced(self) -> None:
         pass
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        pass  # the servers have
+
+    def showing(self) -> AbstractContextManager[None]:
+        return nullcontext()  # `together` has made all equal
+
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """Push this optimizer's gradients and install the next weights; the servers have stepped."""
         world, held = self._world, self._tables.get(id(optimizer))
@@ -133,7 +140,7 @@ class Served:
             )
         return {each.table.number: each.table.versions for each in self._all() if each.table}
 
-    def together(self, *, keep: bool = False) -> None:
+    def together(self, *, keep: bool = False, end: bool = False) -> None:
         """All members are between two steps: everyone gets the servers' weights and the first member's buffers."""
         world = self._world
         if world is None:

@@ -7,6 +7,7 @@ Two moments matter. `loss.backward()` returns: a strategy that exchanges gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Never, Protocol, TypeVar
 
 import torch
@@ -117,6 +118,7 @@ class World:
         self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
         # By course: the batches whose gradients a step of now has, where they are dealt out
         self.leases: Callable[[], Mapping[str, Sequence[int]]] = dict
+        self.listen: Callable[[Mapping[str, Any]], object] | None = None  # to what the script logs, by name
         self.together: Callable[[Callable[[Group], Any]], Any] | None = None
         # Where members come and go (`paceline.train.team`):
         self.elastic = False
@@ -151,6 +153,9 @@ class Strategy(Protocol):
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """The user calls `optimizer.step()`: whether the optimizer's own step is to run."""
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """The user's `optimizer.step()` is done: the optimizer's own step has run, or `finish` was against it."""
+
     def reading(self) -> Mapping[int, Sequence[int]]:
         """The versions that a pass which begins now will have read, by table and server.
 
@@ -161,9 +166,13 @@ class Strategy(Protocol):
     def rest(self) -> None:
         """This member waits for work that others may leave to it."""
 
-    def together(self, *, keep: bool = False) -> None:
+    def together(self, *, keep: bool = False, end: bool = False) -> None:
         """All members are between two steps, and wait for each other: at the end of an epoch, before an evaluation, and
-        (`keep`) before a checkpoint, for which the first member's model and optimizer are to hold all there is."""
+        (`keep`) before a checkpoint, for which the first member's model and optimizer are to hold all there is; or
+        (`end`) the last epoch is over, and nothing that a member has learnt is to stay with it alone."""
+
+    def showing(self) -> AbstractContextManager[None]:
+        """Within it, models hold what the run has agreed on: what is evaluated, and what checkpoints hold."""
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """The user calls `optimizer.zero_grad()`, or (None) asks for a batch: no backward pass may be half done."""

@@ -105,6 +105,7 @@ class Loop:
         self.window.open = False
         if self._world.dropped:
             return
+        self._strategy.stepped(optimizer)
         if self._team:
             self._team.commits += 1
             self._replica.committed()
@@ -152,7 +153,7 @@ class Loop:
             self._enter_epoch(epoch, count)
             yield epoch
             epoch = self._meter.epoch  # a member that was away has come back in a later one
-            self._leave_epoch(epoch)
+            self._leave_epoch(epoch, last=epoch + 1 >= count)
             epoch += 1
         self.under_way = False
 
@@ -173,15 +174,15 @@ class Loop:
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
         self._meter.start()
 
-    def _leave_epoch(self, epoch: int) -> None:
+    def _leave_epoch(self, epoch: int, *, last: bool) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
         self._replica.restore()
         if self._team:
             self._settle(self._team)
         scalars = self._meter.end_epoch()
         with self.waiting():
-            if not self._saver.enabled:
-                self._strategy.together()
+            if last or not self._saver.enabled:
+                self._strategy.together(end=last)
             means = self._world.do(lambda group: metrics.weighted_means(group, scalars))
         for name, value in means.items():
             self.tell_metric(f"epoch/{name}", value)
@@ -237,7 +238,8 @@ class Loop:
         self._status.set("checkpointing")
         self._strategy.together(keep=True)
         versions = self._strategy.versions if isinstance(self._strategy, Served) else ()
-        self._saver.save(self._meter.step, epoch, self._replica.epoch_step, versions)
+        with self._strategy.showing():
+            self._saver.save(self._meter.step, epoch, self._replica.epoch_step, versions)
         self._status.set(before)
 
     @contextlib.contextmanager

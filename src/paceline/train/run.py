@@ -306,6 +306,8 @@ class Run:
         """Note scalars of this step (numbers, tensors of one element): shown, written to events, in the report."""
         if not self._tally.idle:
             self._meter.log(values)
+        if self._world.listen:
+            self._world.listen(values)
 
     def track(self, **parts: Stateful) -> None:
         """Save these with every checkpoint: `run.track(scheduler=scheduler)`. Anything with a state_dict."""
@@ -361,7 +363,8 @@ class Run:
             batches = ((batch, loader.last_real) for batch in loader)
             return metrics.evaluate(group, measure, batches, self._models)
 
-        result = self._world.do(everyone)
+        with self._strategy.showing():
+            result = self._world.do(everyone)
         for name, value in result.items():
             self._loop.tell_metric(name, value)
         self._meter.start()
