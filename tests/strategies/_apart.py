@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,9 +38,13 @@ class Observer:
         self._strategy.extend(optimizer)
 
 
+_SEEDED = threading.Lock()  # members are threads, and share torch's generator
+
+
 def net(seed: int = 0) -> nn.Sequential:
-    torch.random.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    with _SEEDED:
+        torch.random.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
 class Member:
