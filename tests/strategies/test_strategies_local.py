@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.codecs import Context, TopK
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.strategies import AllReduce, DiLoCo, Local, PostLocal, SparseLoCo, Strategy, make_strategy, words_of
 from paceline.strategies import choose as choose_strategy
@@ -123,6 +124,44 @@ def test_members_are_equal_after_the_last_round(words: str) -> None:
     assert bool(torch.isfinite(weights[0]).all())
     start = nn.utils.parameters_to_vector(net(0).parameters()).detach()
     assert float((weights[0] - start).norm()) > 0.1  # and they have learnt something
+
+
+class Flat(nn.Module):
+    """Whose gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 1, 2048))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w * x).sum()
+
+
+def test_sparseloco_is_decayed_feedback_around_two_bits() -> None:
+    """e ← 0.95·e + difference; the others get the top of e, which keeps the rest. Against the same written out."""
+    pushes = [torch.randn(6, 2048, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def body(group: Group) -> torch.Tensor:
+        with closing(Member(group, SparseLoCo(every=2), Flat())) as member:
+            for x in pushes[group.rank]:
+                member.optimizer.zero_grad()
+                member.model(x).backward()
+                member.optimizer.step()
+            return member.weights
+
+    codec = TopK(64 / 4096, values="2bit")
+    anchor, unsaid = torch.linspace(-1, 1, 2048), [torch.zeros(2048), torch.zeros(2048)]
+    for number in range(3):
+        total = torch.zeros(2048)
+        for rank, e in enumerate(unsaid):
+            w = anchor - 0.1 * pushes[rank][2 * number]
+            w = w - 0.1 * pushes[rank][2 * number + 1]
+            payload = torch.empty(codec.nbytes(2048), dtype=torch.uint8)
+            n = codec.encode_into((anchor - w) * 0.5, e.mul_(0.95), payload, Context())
+            codec.decode_add(payload[:n], total)
+        anchor = anchor - total
+    for weights in together(2, body, hosts=["a", "b"]):
+        torch.testing.assert_close(weights, anchor, rtol=1e-5, atol=1e-6)
 
 
 # ---- who waits for whom

@@ -97,6 +97,8 @@ class Anchors:
             coder.launched()
         for arena in self._arenas:
             arena.wait()
+            if arena.memory.is_cuda:  # the training thread may work in another stream
+                torch.cuda.current_stream(arena.memory.device).synchronize()
         if coder:
             coder.end(coder.spoilt)
 
@@ -175,8 +177,10 @@ class Anchors:
         return ""
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """This member's own, by name."""
-        return dict(zip(self.names, self._own or [p.detach() for p in self.parameters]))
+        """This member's own, by name, where they are not the anchors."""
+        own = self._own or [p.detach() for p in self.parameters]
+        found = zip(self.names, own, self._anchors)
+        return {name: w for name, w, anchor in found if not torch.equal(w, anchor.detach().to(w.dtype))}
 
     @torch.no_grad()
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:

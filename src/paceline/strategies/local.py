@@ -178,12 +178,13 @@ class Local:
 
     @contextmanager
     def showing(self) -> Iterator[None]:
-        rounds = self._rounds
-        shown = rounds is not None and not self._warm and rounds.show()
+        rounds = None if self._warm else self._rounds
+        if rounds:
+            rounds.show()
         try:
             yield
         finally:
-            if rounds and shown:
+            if rounds:
                 rounds.hide()
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:

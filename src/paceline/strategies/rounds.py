@@ -115,6 +115,8 @@ class Rounds:
         """All members are equal: rounds begin now."""
         for part in self._held:
             part.reset()
+        for fragment in range(self._cuts):
+            self._seen_from_now(fragment)
 
     # ---- while training
 
@@ -152,7 +154,7 @@ class Rounds:
             place.arriving = outcome.fragment
             self._mix()
             self._advance(outcome.fragment)
-        if end and any(note.steps for note in outcome.notes):
+        if end and any(note.steps or note.squares for note in outcome.notes):
             for fragment in range(self._cuts):
                 self._mix()
                 place.arriving = fragment
@@ -161,16 +163,13 @@ class Rounds:
                 self._mix(1.0)
             self._place.moved = 0
 
-    def show(self) -> bool:
-        """Put what the run has agreed on in the place of what this member has; whether that is something else."""
-        if self.idle or not self._place.moved:
-            return False
-        for part in self._held:
+    def show(self) -> None:
+        """Put what the run has agreed on in the place of what this member has."""
+        for part in self._held if not self.idle else ():
             part.show()
-        return True
 
     def hide(self) -> None:
-        for part in self._held:
+        for part in self._held if not self.idle else ():
             part.hide()
 
     def close(self) -> None:
@@ -187,6 +186,9 @@ class Rounds:
         place, last = self._place, fragment == self._cuts - 1
         place.next = 0 if last else fragment + 1
         place.since = 0 if last else self._sent_at(fragment)
+        self._seen_from_now(fragment)
+
+    def _seen_from_now(self, fragment: int) -> None:
         self._drawn[fragment] = self._world.tally.drawn
         if self._heard:
             self._heard.sent(fragment)
@@ -307,7 +309,7 @@ class Rounds:
         first = self._world.group.rank == 0
         return {
             "place": list(astuple(self._place)),
-            "weights": [part.weights() for part in self.parts] if self._place.moved else [],
+            "weights": [part.weights() for part in self.parts],
             "buffers": self.movers.state(),
             "optimizers": [] if first else [optimizer.state_dict()["state"] for optimizer in self.optimizers],
             "coders": [part.coder.state() for part in self.parts if part.coder],
@@ -326,7 +328,7 @@ class Rounds:
         goes_on = saved.get("schedule") == [str(self._plan.every.words), self._cuts]
         if goes_on:
             self.count, self.length, self.drift, self._spread, self._size = saved["round"]
-        if len(states) > 1 and any(state["weights"] for state in states[1:]):
+        if any(weights for state in states[1:] for weights in state["weights"]):
             self._world.tell("what members that are gone had learnt since the last round is left out")
         if self.idle:
             return

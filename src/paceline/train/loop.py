@@ -181,8 +181,7 @@ class Loop:
             self._settle(self._team)
         scalars = self._meter.end_epoch()
         with self.waiting():
-            if last or not self._saver.enabled:
-                self._strategy.together(end=last)
+            self._strategy.together(keep=self._saver.enabled, end=last)
             means = self._world.do(lambda group: metrics.weighted_means(group, scalars))
         for name, value in means.items():
             self.tell_metric(f"epoch/{name}", value)
@@ -193,7 +192,7 @@ class Loop:
             loader.enter_epoch(epoch + 1)
         self._replica.epoch_step = self._meter.step
         if self._saver.enabled:
-            self.save(epoch + 1)
+            self.save(epoch + 1, met=True)
         self._world.granted = self._world.wish = self._replica.saving = False
 
     # ---- turns
@@ -229,14 +228,15 @@ class Loop:
                 "after its first step, and they had to wait for it to get the state again"
             )
 
-    def save(self, epoch: int) -> None:
-        """A checkpoint, by all members together."""
+    def save(self, epoch: int, *, met: bool = False) -> None:
+        """A checkpoint, by all members together; `met`: they are between two steps for it already."""
         if not self._saver.enabled:
             raise ConfigError("this run writes no checkpoints: checkpoint_keep is 0")
         self.window.before_checkpoint(self._optimizers)
         before = self._status.what
         self._status.set("checkpointing")
-        self._strategy.together(keep=True)
+        if not met:
+            self._strategy.together(keep=True)
         versions = self._strategy.versions if isinstance(self._strategy, Served) else ()
         with self._strategy.showing():
             self._saver.save(self._meter.step, epoch, self._replica.epoch_step, versions)

@@ -95,6 +95,19 @@ class Pushed(msgspec.Struct, frozen=True, kw_only=True):
         return words
 
 
+class Apart(msgspec.Struct, frozen=True, kw_only=True):
+    """The rounds of members that train apart."""
+
+    rounds: int = 0
+    every: int = 0  # steps of the last one
+    drift: float = 0.0  # members' distance from their mean then, by the norm of the weights
+
+    @property
+    def line(self) -> str:
+        plural = "s" if self.rounds != 1 else ""
+        return f"{self.rounds:,} round{plural}, now of {self.every:,} steps; members came {self.drift:.2g} apart"
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The whole run; shares are over the time of all members together."""
 
@@ -116,6 +129,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
     coded: Coded | None = None
     pushed: Pushed | None = None
+    apart: Apart | None = None
     members: tuple[Share, ...] = ()
     lost: tuple[Lost, ...] = ()
 
@@ -160,6 +174,7 @@ def summarise(end: Event, start: Event | None = None) -> Summary:
         members=shares,
         coded=_coded(raw),
         pushed=_pushed(raw),
+        apart=_apart(raw),
         lost=_lost(end.get("lost")),
     )
     return msgspec.structs.replace(summary, advice=_advice(summary))
@@ -204,6 +219,14 @@ def _pushed(raw: list[Any]) -> Pushed | None:
     )
 
 
+def _apart(raw: list[Any]) -> Apart | None:
+    if not raw or not _amount(raw[0], "rounds"):
+        return None
+    return Apart(
+        rounds=int(_amount(raw[0], "rounds")), every=int(_amount(raw[0], "every")), drift=_amount(raw[0], "drift")
+    )
+
+
 def write_summary(summary: Summary, run_dir: Path) -> Path:
     """Writes summary.json; a reader sees the old one or the new one, never a part."""
     path = run_dir / "summary.json"
@@ -242,6 +265,8 @@ def table(summary: Summary) -> RenderableType:
         parts += ["", Text(summary.lost_line, style="yellow")]
     if summary.pushed:
         parts += ["", Text(summary.pushed.line)]
+    if summary.apart:
+        parts += ["", Text(summary.apart.line)]
     if summary.coded:
         parts += ["", Text("codec " + summary.coded.line)]
     if summary.advice:
