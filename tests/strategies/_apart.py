@@ -21,6 +21,7 @@ class Observer:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        self.before: Callable[[], object] = lambda: None  # a step is done here, and the strategy does not know yet
 
     def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._strategy.finish(optimizer)
@@ -29,6 +30,7 @@ class Observer:
         return 1.0
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.before()
         self._strategy.stepped(optimizer)
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
@@ -60,7 +62,10 @@ class Member:
     ) -> None:
         self.world = World(group, **options)
         self.group, self.strategy, self.model = group, strategy, model
-        self.optimizer = adopt(optimizer(model.parameters()), Observer(strategy))
+        observer = Observer(strategy)
+        observer.before = lambda: self.own.append(self.weights)
+        self.optimizer = adopt(optimizer(model.parameters()), observer)
+        self.own: list[torch.Tensor] = []  # weights after each step, before members agree
         self.step = 0
         strategy.attach(model, self.optimizer, self.world)
 

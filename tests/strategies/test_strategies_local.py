@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 from paceline.codecs import Context, TopK
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError, PacelineError, TimedOut
 from paceline.strategies import AllReduce, DiLoCo, Local, PostLocal, SparseLoCo, Strategy, make_strategy, words_of
 from paceline.strategies import choose as choose_strategy
 from paceline.testing.together import together
 from paceline.transport.group import Group, solo
 from tests.strategies._apart import Member, closing, net
+
+
+def slow(words: str) -> Any:
+    return pytest.param(words, marks=pytest.mark.slow)
 
 
 def trained(
@@ -108,13 +112,13 @@ def test_post_local_is_all_reduce_first() -> None:
     [
         "diloco(every=4, codec=quantize(8))",
         "sparseloco(every=4)",
-        "local(every=4, codec='topk(0.2), back=quantize(8)')",
-        "local(every=4, codec=lowrank(2), outer=adam(lr=0.01))",
+        slow("local(every=4, codec='topk(0.2), back=quantize(8)')"),
+        slow("local(every=4, codec=lowrank(2), outer=adam(lr=0.01))"),
         "local(every=4, average=loss(temperature=0.5))",
-        "local(every=4, average=tokens)",
-        "local(every=2..6)",
-        "local(every=drift(0.02, least=2, most=6))",
-        "diloco(every=8, overlap=2)",
+        slow("local(every=4, average=tokens)"),
+        slow("local(every=2..6)"),
+        slow("local(every=drift(0.02, least=2, most=6))"),
+        slow("diloco(every=8, overlap=2)"),
         "diloco(every=8, overlap=overlap(3, fragments=2, merge=1.0))",
     ],
 )
@@ -162,6 +166,24 @@ def test_sparseloco_is_decayed_feedback_around_two_bits() -> None:
         anchor = anchor - total
     for weights in together(2, body, hosts=["a", "b"]):
         torch.testing.assert_close(weights, anchor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "words", [slow("local(every=3)"), "diloco(every=3, codec=sign)", slow("local(every=3, average=median)")]
+)
+def test_hosts_with_several_members(words: str) -> None:
+    """Sums are made within a host first, and its first member speaks for it; rows are everyone's own."""
+
+    def body(group: Group) -> torch.Tensor:
+        with closing(Member(group, make_strategy(words), Normed())) as member:
+            member.train(7)
+            member.strategy.together(end=True)
+            return torch.cat([member.weights, member.model.norm.running_mean])
+
+    apart = together(4, body, hosts=["a", "a", "b", "b"])
+    assert all(torch.equal(w, apart[0]) for w in apart)
+    if "codec" not in words:
+        torch.testing.assert_close(apart[0], together(4, body)[0], rtol=1e-5, atol=1e-6)
 
 
 # ---- who waits for whom
@@ -216,6 +238,22 @@ def test_members_that_took_unlike_numbers_of_steps_meet() -> None:
     (some, first), (also, second) = together(2, body)
     assert some == also == 5  # two together, two for which the first one waited, one after
     assert torch.equal(first, second)
+
+
+def test_who_does_not_come_to_a_round_is_not_waited_for_for_ever() -> None:
+    gone = threading.Event()
+
+    def body(group: Group) -> None:
+        with closing(Member(group, Local(every=2), net())) as member:
+            member.train(1)
+            if group.rank:
+                gone.wait(20)
+                return
+            with pytest.raises(TimedOut, match="--wait-limit-s"):
+                member.train(1)
+            gone.set()
+
+    together(2, body, limit_s=1.0)
 
 
 # ---- weights between rounds, buffers, bad members
@@ -353,6 +391,28 @@ def test_a_batch_of_fillers_teaches_nothing() -> None:
             return torch.equal(before, member.weights)
 
     assert together(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("codec", ["none", "sign"])
+def test_the_drift_is_the_distance_from_the_mean(codec: str) -> None:
+    """Within what a sketch can tell, also where the mean is told by a coarse codec."""
+
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor, float]:
+        model = nn.Sequential(nn.Linear(6, 100), nn.Linear(100, 3))
+        with closing(Member(group, Local(every=1, codec=codec), model)) as member:
+            start, generator = member.weights, torch.Generator().manual_seed(group.rank)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p += torch.randn(p.shape, generator=generator)
+            member.train(1)  # of which the noise is by far the larger part
+            return start, member.own[-1], float(member.strategy.readings()["drift"])
+
+    told = together(3, body, hosts=["a", "b", "c"])
+    rows = torch.stack([weights for _, weights, _ in told])
+    spread = (rows - rows.mean(0)).square().sum(1).mean().sqrt()
+    expected = float(spread / told[0][0].norm())
+    assert len({drift for _, _, drift in told}) == 1
+    assert told[0][2] == pytest.approx(expected, rel=0.5)
 
 
 def test_the_schedule_follows_the_drift() -> None:

@@ -102,7 +102,7 @@ def test_the_model_of_a_checkpoint_is_what_members_agreed_on() -> None:
         assert not torch.equal(kept, own)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "words", ["local(every=4)", "diloco(every=5, codec=quantize(4))", "diloco(every=8, overlap=2)"]
 )
@@ -114,6 +114,7 @@ def test_another_number_of_members_goes_on_from_the_last_round(words: str, size:
     assert bool(torch.isfinite(weights[0]).all())
 
 
+@pytest.mark.slow
 def test_another_schedule_or_outer_optimizer_begins_anew() -> None:
     _, saved = whole("diloco(every=5)", 7)
     for words in "local(every=3)", "diloco(every=8, overlap=2)", "allreduce":

@@ -25,6 +25,7 @@ from paceline.transport.arena import Arena
 from paceline.transport.group import Group
 
 _BUCKET_BYTES = 4_000_000
+SKETCH = 64  # numbers: squares from so many are right within a fifth or so
 
 
 class Anchors:
@@ -73,6 +74,21 @@ class Anchors:
         return _squares([self._views[i] for i in mine])
 
     @torch.no_grad()
+    def sketch(self, fragment: int) -> torch.Tensor:
+        """A few numbers of what was noted that add as it does, and whose squares add up to about as much: rows of
+        `SKETCH` elements, each with a sign by chance, are added up. Members use the same signs."""
+        total = torch.zeros(SKETCH, dtype=torch.float64)
+        for i in self._fragments[fragment]:
+            view = self._views[i].detach()
+            flat = (torch.view_as_real(view) if view.is_complex() else view).reshape(-1)
+            rows, rest = divmod(flat.numel(), SKETCH)
+            generator = torch.Generator().manual_seed(i)
+            signs = torch.randint(2, (rows + 1,), generator=generator).mul_(2).sub_(1).to(flat)
+            total += (signs[:rows] @ flat[: rows * SKETCH].view(rows, SKETCH)).to("cpu", torch.float64)
+            total[:rest] += (signs[rows] * flat[rows * SKETCH :]).to("cpu", torch.float64)
+        return total
+
+    @torch.no_grad()
     def carry(self, fragment: int, weight: float) -> None:
         """Exchange what was noted; a member of weight zero says nothing of its own."""
         coder, buckets = self.coder, self._buckets[fragment]
@@ -103,11 +119,11 @@ class Anchors:
             coder.end(coder.spoilt)
 
     @torch.no_grad()
-    def apply(self, fragment: int) -> tuple[float, float]:
-        """Take the outer step; sums of squares of the average difference, and of the anchors before."""
+    def apply(self, fragment: int) -> float:
+        """Take the outer step; the sum of squares of the anchors before it."""
         mine = self._fragments[fragment]
-        moved, size = _squares([self._views[i] for i in mine]), _squares([self._anchors[i] for i in mine])
-        if not math.isfinite(moved):
+        size = _squares([self._anchors[i] for i in mine])
+        if not math.isfinite(_squares([self._views[i] for i in mine])):
             raise PacelineError(
                 "what members have averaged is not finite: some member's weights have grown without bound. Lower the "
                 "learning rate, clip gradients, or use average=median, and resume from the last checkpoint"
@@ -117,7 +133,7 @@ class Anchors:
         self._outer.step()
         for i in mine:
             self._anchors[i].grad = None
-        return moved, size
+        return size
 
     @torch.no_grad()
     def mix(self, fragment: int, merge: float) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from paceline.core.errors import Interrupted, PacelineError
+from paceline.strategies.anchors import SKETCH
 from paceline.strategies.averaging import Averaging, Seen
 from paceline.transport.arena import Courier
 from paceline.transport.group import Group
@@ -33,20 +34,22 @@ class Note(NamedTuple):
     seen: Seen
     steps: int = 0  # since its weights were those of the run
     squares: float = 0.0  # of its difference
+    sketch: tuple[float, ...] = (0.0,) * SKETCH  # of it too; see `anchors.sketch`
     wish: bool = False
     pace: tuple[float, float, float] = (0.0, 0.0, 0.0)
     changed: tuple[bool, ...] = ()  # buffers
 
     def numbers(self) -> torch.Tensor:
-        flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, *self.pace, *self.changed]
-        return torch.tensor(flat, dtype=torch.float64)
+        flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, *self.pace]
+        return torch.tensor([*flat, *self.sketch, *self.changed], dtype=torch.float64)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Note:
-        fragment, sound, samples, tokens, loss, steps, squares, wish, data_s, compute_s, cpu_s, *changed = numbers
+        fragment, sound, samples, tokens, loss, steps, squares, wish, data_s, compute_s, cpu_s, *rest = numbers
         seen = Seen(bool(sound), samples, tokens, loss)
+        sketch, changed = tuple(rest[:SKETCH]), tuple(map(bool, rest[SKETCH:]))
         pace = (data_s, compute_s, cpu_s)
-        return cls(int(fragment), seen, int(steps), squares, bool(wish), pace, tuple(map(bool, changed)))
+        return cls(int(fragment), seen, int(steps), squares, sketch, bool(wish), pace, changed)
 
 
 class Outcome(NamedTuple):
@@ -60,6 +63,14 @@ class Outcome(NamedTuple):
     def changed(self) -> list[bool]:
         """Buffers that some member has changed."""
         return [any(flags) for flags in zip(*(note.changed for note in self.notes))]
+
+    @property
+    def spread(self) -> float:
+        """Σ wᵢ · ‖differenceᵢ − their mean‖², about: from sketches, since the mean may have gone through a codec."""
+        counted = [(w, note) for w, note in zip(self.weights, self.notes) if w]
+        sketches = torch.tensor([note.sketch for _, note in counted], dtype=torch.float64)
+        weights = torch.tensor([[w] for w, _ in counted], dtype=torch.float64)
+        return float((weights * (sketches - (weights * sketches).sum(0)).square()).sum())
 
 
 class Meeting(Protocol):

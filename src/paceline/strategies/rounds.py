@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError, PacelineError, TimedOut
-from paceline.strategies.anchors import Anchors
+from paceline.strategies.anchors import SKETCH, Anchors
 from paceline.strategies.averaging import Averaging, Seen
 from paceline.strategies.exchange import MEET, Alone, Exchange, Heard, Meeting, Note, Outcome
 from paceline.strategies.movers import Movers
@@ -155,13 +155,15 @@ class Rounds:
             self._mix()
             self._advance(outcome.fragment)
         if end and any(note.steps or note.squares for note in outcome.notes):
+            schedule = (self.length, self.drift)  # which a round that is cut short tells nothing of
             for fragment in range(self._cuts):
                 self._mix()
                 place.arriving = fragment
                 self._begin(self._note(fragment))
                 self._advance(fragment)
                 self._mix(1.0)
-            self._place.moved = 0
+            place.moved = 0
+            self.length, self.drift = schedule
 
     def show(self) -> None:
         """Put what the run has agreed on in the place of what this member has."""
@@ -197,6 +199,7 @@ class Rounds:
         """Put what this member has learnt into the buckets, and what it has to say of it."""
         world = self._world
         squares = sum(part.differ(fragment) for part in self.parts)
+        sketch = sum((part.sketch(fragment) for part in self.parts), torch.zeros(SKETCH, dtype=torch.float64))
         changed = self.movers.note() if fragment == self._cuts - 1 else [False] * len(self.movers.now)
         total, count = self._heard.since(fragment) if self._heard else (0.0, 0)
         seen = Seen(
@@ -205,7 +208,16 @@ class Rounds:
             tokens=total,
             loss=total / count if count else math.nan,
         )
-        return Note(fragment, seen, self._place.moved, squares, world.wish, world.pace, tuple(changed))
+        return Note(
+            fragment=fragment,
+            seen=seen,
+            steps=self._place.moved,
+            squares=squares,
+            sketch=tuple(sketch.tolist()),
+            wish=world.wish,
+            pace=world.pace,
+            changed=tuple(changed),
+        )
 
     def _begin(self, note: Note) -> None:
         self._under = True
@@ -244,17 +256,15 @@ class Rounds:
         if self.alone and last:
             self.movers.alone()
         for part in self.parts:
-            moved, size = part.apply(fragment)
-            self._spread -= moved
-            self._size += size
-        self._spread += sum(w * note.squares for w, note in zip(outcome.weights, notes) if w)
+            self._size += part.apply(fragment)
+        self._spread += outcome.spread
         if all(note.fragment != MEET for note in notes):  # who waits has a checkpoint behind it, or none before it
             world.granted = world.granted or any(note.wish for note in notes)
         world.paces = [] if self.alone else [number for note in notes for number in note.pace]
         if last:
             self.movers.apply()
             self.count += 1
-            self.drift = math.sqrt(max(self._spread, 0.0) / self._size) if self._size else 0.0
+            self.drift = math.sqrt(self._spread / self._size) if self._size else 0.0
             self._spread = self._size = 0.0
             self.length = self._plan.every.next(self.length, self.drift)
         if bad := [rank for rank, note in enumerate(notes) if not note.seen.sound]:
