@@ -429,6 +429,35 @@ def test_the_schedule_follows_the_drift() -> None:
     assert together(2, body) == [[2, 5], [2, 5]]
 
 
+@pytest.mark.parametrize("words", ["diloco(every=3)", "diloco(every=6, overlap=overlap(3, fragments=2))"])
+def test_parameters_may_be_added_and_trained_by_several_optimizers(words: str) -> None:
+    def body(group: Group) -> torch.Tensor:
+        model = net(group.rank)
+        first, second, third = model[0], model[2], model[4]
+
+        def some(_: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD(first.parameters(), lr=0.1)
+
+        with closing(Member(group, make_strategy(words), model, some)) as member:
+            other = torch.optim.SGD(second.parameters(), lr=0.1)
+            member.strategy.attach(model, other, member.world)
+            for step in range(11):
+                if step == 4:
+                    member.optimizer.add_param_group({"params": list(third.parameters())})
+                other.zero_grad()
+                member.train(1)
+                other.step()
+            member.strategy.together(end=True)
+            return member.weights
+
+    weights = together(2, body)
+    assert torch.equal(*weights)
+    start = nn.utils.parameters_to_vector(net(0).parameters()).detach()
+    moved = (weights[0] - start).abs()
+    for part in torch.split(moved, [p.numel() for p in net(0).parameters()]):
+        assert float(part.max()) > 1e-3
+
+
 # ---- words
 
 

@@ -85,7 +85,8 @@ class Local:
         self._steps = 0  # until they do
         self._world: World | None = None
         self._rounds: Rounds | None = None
-        self._models: list[torch.nn.Module] = []
+        self._models: list[torch.nn.Module] = []  # each once
+        self._trains: dict[int, torch.nn.Module] = {}  # by id of the optimizer
         self._owned: set[int] = set()  # ids of parameters
         self._drawn = 0.0  # samples, at the last step
 
@@ -141,13 +142,14 @@ class Local:
         if new:
             self._models.append(model)
             self._rounds.movers.add(model, len(self._models))
+        self._trains[id(optimizer)] = model
         self._rounds.optimizers.append(optimizer)
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         if self._warm:
             self._warm.extend(optimizer)
-        if self._rounds and any(optimizer is o for o in self._rounds.optimizers):
-            self._adopt(self._models[-1], optimizer, {})
+        if model := self._trains.get(id(optimizer)):
+            self._adopt(model, optimizer, {})
 
     def reduced(self) -> None:
         if self._warm:

@@ -103,6 +103,8 @@ class Rounds:
         named = [(name, p) for name, p in named if p.is_floating_point() or p.is_complex()]
         if not named or self.idle:
             return
+        if self._under:
+            self._collect()  # of those that were there when it was sent
         plan, coder = self._plan, None
         if self._group and (plan.method.codec or plan.average.combine):
             for device in {p.device for _, p in named}:

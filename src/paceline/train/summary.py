@@ -351,6 +351,8 @@ def _advice(s: Summary) -> str:
 
 
 def _why_they_wait(s: Summary) -> str:
+    if s.apart and s.slowest_by < _SLOWER:
+        return " at their rounds: more steps between them (every=), overlap= or a codec would pay"
     if step_s := _short_step(s):
         return f": {step_s} leave little to compute between two exchanges; larger batches or fewer members would pay"
     slow = next((m for m in s.members if m.rank == s.slowest), None)
