@@ -256,6 +256,21 @@ def test_who_does_not_come_to_a_round_is_not_waited_for_for_ever() -> None:
     together(2, body, limit_s=1.0)
 
 
+def test_a_checkpoint_is_granted_where_all_are_before_the_same_batch() -> None:
+    def body(group: Group) -> list[bool]:
+        granted = []
+        with closing(Member(group, Local(every=2), net())) as member:
+            member.world.wish = group.rank == 0
+            for drawn in (8, 8), (8, 16), (16, 8):  # by the first and the second: one is a batch ahead for a while
+                member.world.tally.add(8, drawn[group.rank])
+                member.train(2)
+                granted.append(member.world.granted)
+                member.world.granted = False
+        return granted
+
+    assert together(2, body) == [[True, False, True]] * 2
+
+
 # ---- weights between rounds, buffers, bad members
 
 

@@ -36,20 +36,28 @@ class Note(NamedTuple):
     squares: float = 0.0  # of its difference
     sketch: tuple[float, ...] = (0.0,) * SKETCH  # of it too; see `anchors.sketch`
     wish: bool = False
+    turn: float = 0.0  # samples that it was to draw so far: the same where loops are at the same batch
     pace: tuple[float, float, float] = (0.0, 0.0, 0.0)
     changed: tuple[bool, ...] = ()  # buffers
 
     def numbers(self) -> torch.Tensor:
-        flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, *self.pace]
+        flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, self.turn, *self.pace]
         return torch.tensor([*flat, *self.sketch, *self.changed], dtype=torch.float64)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Note:
-        fragment, sound, samples, tokens, loss, steps, squares, wish, data_s, compute_s, cpu_s, *rest = numbers
-        seen = Seen(bool(sound), samples, tokens, loss)
-        sketch, changed = tuple(rest[:SKETCH]), tuple(map(bool, rest[SKETCH:]))
-        pace = (data_s, compute_s, cpu_s)
-        return cls(int(fragment), seen, int(steps), squares, sketch, bool(wish), pace, changed)
+        fragment, sound, samples, tokens, loss, steps, squares, wish, turn, data_s, compute_s, cpu_s, *rest = numbers
+        return cls(
+            fragment=int(fragment),
+            seen=Seen(bool(sound), samples, tokens, loss),
+            steps=int(steps),
+            squares=squares,
+            sketch=tuple(rest[:SKETCH]),
+            wish=bool(wish),
+            turn=turn,
+            pace=(data_s, compute_s, cpu_s),
+            changed=tuple(map(bool, rest[SKETCH:])),
+        )
 
 
 class Outcome(NamedTuple):

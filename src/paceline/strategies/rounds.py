@@ -217,6 +217,7 @@ class Rounds:
             squares=squares,
             sketch=tuple(sketch.tolist()),
             wish=world.wish,
+            turn=world.tally.nominal,
             pace=world.pace,
             changed=tuple(changed),
         )
@@ -260,7 +261,8 @@ class Rounds:
         for part in self.parts:
             self._size += part.apply(fragment)
         self._spread += outcome.spread
-        if all(note.fragment != MEET for note in notes):  # who waits has a checkpoint behind it, or none before it
+        # A checkpoint is taken before everyone's next batch, which has to be the same one.
+        if all(note.fragment != MEET and note.turn == notes[0].turn for note in notes):
             world.granted = world.granted or any(note.wish for note in notes)
         world.paces = [] if self.alone else [number for note in notes for number in note.pace]
         if last:
