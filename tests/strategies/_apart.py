@@ -49,6 +49,19 @@ def net(seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
+class Normed(nn.Module):
+    """Statistics that are learnt, a counter, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.arange(5000.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.cat([self.inner(x), self.inner(x + 1)]))  # type: ignore[no-any-return]
+
+
 class Member:
     """A model, its optimizer and a strategy; `data(step)` is this member's batch."""
 

@@ -14,8 +14,7 @@ from paceline.checkpoint import unpack
 from paceline.strategies import make_strategy
 from paceline.testing.together import together
 from paceline.transport.group import Group
-from tests.strategies._apart import Member, closing, net
-from tests.strategies.test_strategies_local import Normed
+from tests.strategies._apart import Member, Normed, closing, net
 
 STEPS = 19
 
