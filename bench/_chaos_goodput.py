@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,16 +76,24 @@ def add_figures(report: Report, options: argparse.Namespace) -> None:
     minutes = options.minutes or (0.25 if options.quick else 10.0)
     every_s = 6.0 if options.quick else 60.0
     faults = max(1, round(60 * minutes / every_s) - (1 if options.quick else 0))
-    _add_ours(report, options.seed, faults, every_s)
     if options.quick:
+        _add_ours(report, *_ours(options.seed, faults, every_s))
         report.note("goodput of so short a run says nothing; peers are left out")
         return
     steps = round((faults + 1) * every_s / _STEP_GUESS_S)
-    for name, start in _peers(options, steps).items():
+    with ThreadPoolExecutor(options.jobs) as pool:
+        ours = pool.submit(_ours, options.seed, faults, every_s)
+        tracks = {
+            name: pool.submit(_peer, name, start, options.seed, faults, every_s)
+            for name, start in _peers(options, steps).items()
+        }
+    _add_ours(report, *ours.result())
+    for name, track in tracks.items():
         try:
-            _add_peer(report, name, _peer(name, start, options.seed, faults, every_s))
+            _add_peer(report, name, track.result())
         except (OSError, RuntimeError) as error:
             report.note(f"{name} is left out: {error}")
+    report.note(f"goodput: sides at a time: {options.jobs}")
     report.note(
         f"goodput: {MEMBERS} members whose steps sleep {STEP_S * 1e3:g} ms, {faults} kills, one every {every_s:g} s; "
         f"torchrun saves every {_SAVE_S:g} s, and its recover_s is until any worker's next step"
@@ -94,7 +103,7 @@ def add_figures(report: Report, options: argparse.Namespace) -> None:
 # ---- ours
 
 
-def _add_ours(report: Report, seed: int, faults: int, every_s: float) -> None:
+def _ours(seed: int, faults: int, every_s: float) -> tuple[Result, FaultPlan]:
     dice, plan, gap = Random(seed), FaultPlan(), every_s / _STEP_GUESS_S
     for n in range(faults):
         plan = plan.kill(member=dice.randrange(MEMBERS), step=round(gap * (n + 1)))
@@ -108,7 +117,11 @@ def _add_ours(report: Report, seed: int, faults: int, every_s: float) -> None:
         heard=True,
         limit_s=120.0 + 3 * every_s * (faults + 2),
     )
-    result = carry_out(setup, plan)
+    return carry_out(setup, plan), plan
+
+
+def _add_ours(report: Report, result: Result, plan: FaultPlan) -> None:
+    setup = result.setup
     if result.problems or result.found is None or not result.found.clean:
         report.note(f"the run of goodput failed: {result.problems}, {result.found}, {plan!r}; files in {setup.dir}")
         return

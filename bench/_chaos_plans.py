@@ -2,8 +2,9 @@
 
 All-reduce, with members that are started again: kills of any member, of the first and of the scheduler, two at once,
 one after the other (the second while the others form their group again, or a newcomer is healed), kills during a
-checkpoint, and pauses, shorter and longer than the silence after which a member is lost. The servers' strategies lose
-workers for good, so a run of them has as many kills as it can do without, and pauses.
+checkpoint, and pauses, shorter and longer than the silence after which a member is lost. The servers' strategies start
+lost workers again too, where they are told to; where they are not, a run has as many kills as it can do without. Those
+who are paused there are waited for.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def elastic(seed: int, *, faults: int, members: int, first_step: int, gap: int, 
     return plan
 
 
-def served(seed: int, *, kills: int, pauses: int, workers: int, first_step: int, gap: int) -> FaultPlan:
-    """Kills of workers other than the first, which holds the run together, and pauses of any."""
+def served(seed: int, *, kills: int, pauses: int, workers: int, first_step: int, gap: int, replaced: bool) -> FaultPlan:
+    """Kills and pauses of any worker; where they are not replaced, not of the first, which holds the run together."""
     dice, plan, step = Random(seed), FaultPlan(), first_step
-    victims = dice.sample(range(1, workers), kills)
+    victims = [dice.randrange(workers) for _ in range(kills)] if replaced else dice.sample(range(1, workers), kills)
     order = ["kill"] * kills + ["pause"] * pauses
     dice.shuffle(order)
     for kind in order:

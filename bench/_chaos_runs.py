@@ -19,7 +19,7 @@ from paceline.core.settings import Settings
 from paceline.launch import servers
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.local import Local, LocalJob
-from paceline.launch.spec import Elastic, JobSpec
+from paceline.launch.spec import Elastic, JobSpec, Replacing
 from paceline.membership.agent import Outcome
 from paceline.testing.cluster import leftovers
 from paceline.testing.faults import Faults, Injected
@@ -57,6 +57,7 @@ class Setup:
     epochs: int
     least: int = 0  # of an elastic run
     num_servers: int = 0
+    replaced: bool = False  # with servers: lost workers are started again
     silence_s: float = 1.0
     standbys: int = 1
     step_s: float = 0.005
@@ -96,7 +97,8 @@ class Setup:
             args=tuple(args),
             num_members=self.members,
             num_servers=self.num_servers,
-            forgives=servers.forgives(self.strategy, self.num_servers),
+            forgives=self.replaced or servers.forgives(self.strategy, self.num_servers),
+            replacing=Replacing(least=1, replacements=100) if self.replaced else None,
             settings=settings,
             threads=1,
             elastic=elastic if self.least else None,

@@ -7,8 +7,8 @@
   failures          runs that ended with an error, or left a process behind
   accuracy_behind_points
                     test accuracy on digits: mean of fault-free runs less mean of broken ones, in points
-  *_async           the same for async, which lets a lost worker go; sync(backups=1) does too, but drops pushes by
-                    design, so that only its end and its weights are judged
+  *_async           the same for async; there and in sync lost workers are started again. sync(backups=1) lets one go,
+                    and drops pushes by design, so that only its end and its weights are judged
   goodput           one fault a minute: committed steps x fault-free time of a step / wall time, after the first step
   detect_s          from the kill until the last survivor has heard of the new view
   recover_s         from the kill until the last survivor has committed a step in it; median over the faults
@@ -26,6 +26,7 @@ import argparse
 import statistics
 import sys
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from bench import _chaos_goodput, _chaos_plans, _chaos_soak
 from bench._chaos_runs import Result, Setup, carry_out, epochs_for
@@ -59,6 +60,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", nargs="+", choices=list(_KINDS), default=list(_KINDS))
     parser.add_argument("--minutes", type=float, help="of goodput (10) and of soak (30)")
     parser.add_argument("--seconds", type=float, default=540.0, help="after which no further run of faults is begun")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, where there are cores for them (1)")
     parser.add_argument("--torchft-python", metavar="PATH", help="of an environment that has torchft")
 
 
@@ -72,13 +74,24 @@ def _faults(report: Report, options: argparse.Namespace) -> None:
         kinds = kinds[:1]
     results: dict[str, list[Result]] = {kind: [] for kind in kinds}
     began, seed = time.monotonic(), options.seed
-    while (left := wanted - _hit(results)) > 0 and (seed == options.seed or not _late(began, options.seconds)):
-        # Servers' runs have few faults each: two of all-reduce for each of theirs.
-        kind = kinds[0] if len(kinds) == 1 or seed % 3 else kinds[1 + seed // 3 % (len(kinds) - 1)]
-        result = carry_out(*_drawn(kind, seed, left, quick=options.quick))
-        results[kind].append(result)
-        _tell(result)
-        seed += 1
+    with ThreadPoolExecutor(options.jobs) as pool:
+        running: dict[Future[Result], tuple[str, int]] = {}  # strategy, and faults that it may have
+        while True:
+            left = wanted - _hit(results) - sum(faults for _, faults in running.values())
+            late = seed > options.seed and time.monotonic() - began > options.seconds
+            if len(running) < options.jobs and left > 0 and not late:
+                # Servers' runs have few faults each: two of all-reduce for each of theirs.
+                kind = kinds[0] if len(kinds) == 1 or seed % 3 else kinds[1 + seed // 3 % (len(kinds) - 1)]
+                setup, plan = _drawn(kind, seed, left, quick=options.quick)
+                running[pool.submit(carry_out, setup, plan)] = kind, len(plan.faults)
+                seed += 1
+                continue
+            if not running:
+                break
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                kind, _ = running.pop(done)
+                results[kind].append(done.result())
+                _tell(done.result())
     free = [] if options.quick else _fault_free(kinds, results)
     _add_counts(report, results)
     _add_accuracy(report, results, free)
@@ -90,10 +103,6 @@ def _faults(report: Report, options: argparse.Namespace) -> None:
         report.note(
             "sync(backups=1) drops the slowest push of each round by design: only its end and weights are judged"
         )
-
-
-def _late(began: float, seconds: float) -> bool:
-    return time.monotonic() - began > seconds
 
 
 def _hit(results: dict[str, list[Result]]) -> int:
@@ -118,17 +127,18 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
             standbys=1 if quick else 2,
             limit_s=limit_s,
         ), plan
-    # Kills as many as the strategy can do without: none, the backups, all but the first.
-    kills = {"sync": 0, "sync(backups=1)": 1, "async": 2}[kind]
-    plan = _chaos_plans.served(seed, kills=kills, pauses=4, workers=4, first_step=10, gap=12)
+    replaced = "backups" not in kind  # with backups, kills as many as there are
+    kills = 4 if replaced else 1
+    plan = _chaos_plans.served(seed, kills=kills, pauses=4, workers=4, first_step=40, gap=40, replaced=replaced)
     return Setup(
         name=f"{kind.partition('(')[0]}-{seed}",
         strategy=kind,
         members=4,
         num_servers=1,
+        replaced=replaced,
         epochs=epochs_for(_chaos_plans.last_step(plan) + 60, 4),
         seed=seed,
-        limit_s=180.0,
+        limit_s=240.0,
     ), plan
 
 

@@ -16,6 +16,9 @@
                        Fashion-MNIST, in virtual time (`_straggler_accuracy`): sync's time to the target accuracy / ours
   accuracy_gap_points_async_steady, ...
                        points that ours ends behind sync after as many samples, with the interval of 95 %
+  less_over_ddp, less_over_tell
+                       all-reduce of four members, one three times slower (`_straggler_allreduce`): samples/s with
+                       --stragglers less / those of DDP, and those with equal shares
 
 A model of 1.2M parameters; a step of a worker at full speed sleeps 40 ms. All modes see the same delays, drawn from the
 seed, the worker and the time.
@@ -33,7 +36,7 @@ from typing import Any
 
 import torch
 
-from bench import _delays, _straggler_accuracy
+from bench import _delays, _straggler_accuracy, _straggler_allreduce
 from bench._delays import SPEEDS
 from bench.harness import Figure, Report, arguments, middle, short
 from bench.team import Team, serve
@@ -59,6 +62,11 @@ def main() -> None:
         return
     options = arguments(__doc__, _options)
     report = Report("bench.straggler")
+    if "allreduce" in options.parts:
+        _straggler_allreduce.add_figures(report, quick=options.quick)
+    if options.parts == ["allreduce"]:
+        report.finish(options.json)
+        return
     with Team.of(WORKERS + 1, "bench.straggler", limit_s=120.0) as team:
         if "rates" in options.parts:
             _add_rates(report, team, quick=options.quick)
@@ -71,7 +79,8 @@ def main() -> None:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", choices=["rates", "accuracy"], default=["rates", "accuracy"])
+    parts = ["rates", "accuracy", "allreduce"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     _straggler_accuracy.add_options(parser)
 
 

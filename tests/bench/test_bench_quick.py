@@ -17,7 +17,7 @@ FIGURES = {
     "step": {"speedup_mlp", "speedup_cnn", "speedup_gpt"},
     "overhead": {"overhead_cnn", "overhead_gpt", "memory_over_ddp"},
     "server": {"speedup_tcp", "speedup_shm", "cpu_tcp"},
-    "straggler": {"async_share_of_sum", "bounded_over_sync", "bounded_over_sync_by_step", "bounded_over_sync_free"},
+    "straggler": {"async_share_of_sum", "bounded_over_sync", "bounded_over_sync_by_step", "less_over_ddp"},
     "corrections": {"accuracy_none_4", "accuracy_dana_4", "accuracy_drop_4", "behind_sequential_4"},
     "chaos": {"faults_injected", "lost_steps", "doubled_samples", "hangs", "goodput", "detect_s", "recover_s"},
     "members": {"scheduler_cpu_10", "scheduler_rss_mb_30", "join_s_30", "false_suspicions"},

@@ -79,7 +79,7 @@ def test_flags_become_settings():
     text = (
         "--strategy async --servers 3 --codec sign --name a --root r --fresh --seed 1 --device cuda:1 --transport gloo "
         "--progress off --checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 --wait-limit-s 2 --check-finite "
-        "--lr-rule sqrt"
+        "--lr-rule sqrt --stragglers less"
     )
     args = shlex.split(text)
     settings = flags.settings_of(parser.parse_args(args))
@@ -101,6 +101,7 @@ def test_flags_become_settings():
         join_limit_s=1.5,
         wait_limit_s=2,
         lr_rule="sqrt",
+        stragglers="less",
         check_finite=True,
     )
     assert flags.settings_of(parser.parse_args([])) == Settings()
@@ -236,6 +237,26 @@ def test_a_member_on_another_host_is_elsewhere(tmp_path):
 def test_status_of_a_run_that_was_left_early(tmp_path):
     Status(tmp_path / "status/rank-0").set("left early")
     assert re.search(r": left early after .* ago, 1 member", describe(tmp_path)[0])
+
+
+def test_status_names_who_was_slow_lately(tmp_path):
+    Status(tmp_path / "runs/x/status/rank-0").set("training")
+    (tmp_path / "runs/x/events").mkdir()
+    slow = {"kind": "straggler", "member": 2, "times": 2.0, "reason": "load", "text": "takes long", "step": 20}
+    told = [slow | {"done": "told"}, slow | {"done": "asked to leave", "step": 120}, {"kind": "step", "step": 121}]
+    lines = [json.dumps(event) for event in told]
+    (tmp_path / "runs/x/events/rank-0.jsonl").write_text("\n".join([*lines, '{"kind": "straggler", "mem']))
+    said = paceline("status", "--root", str(tmp_path / "runs"), "x").stdout
+    assert said.count("slow: member 2") == 1
+    assert "slow: member 2 takes long (step 120; asked to leave)" in said
+
+
+@pytest.mark.parametrize("words", [["-n", "4"], ["-n", "1"]])
+def test_members_are_dropped_only_where_the_run_goes_on_without_them(words, tmp_path):
+    done = paceline("run", *words, "--stragglers", "drop", "--root", str(tmp_path), "train.py")
+    assert done.returncode == 2
+    assert "--stragglers drop: members can leave only a run that goes on without them" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_status_of_nothing(tmp_path, monkeypatch):

@@ -252,3 +252,25 @@ def test_a_gate_turned_to_sync_needs_every_worker_and_the_ending_says_so() -> No
     assert "rank 2 failed first: exit code -9 (SIGKILL)" in done.stderr
     assert "went on without it" not in done.stderr
     assert "the others go on" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_started_again() -> None:
+    """It is killed at its ninth step each time, if the others are not done by then."""
+    done = run("-n", "2:3", "--replacements", "1", "--strategy", "async", die=9)
+    assert done.returncode == 0, done.stderr
+    assert "3 members (at least 2; each started again up to 1 times)" in done.stderr
+    assert "member 2 was killed by signal 9; the others go on; it is started again in 0.5 s (1 of 1)" in done.stderr
+    assert "on the way, and the run finished: 2: killed by signal 9 (runs/" in done.stderr
+    (record,) = Path("runs").iterdir()
+    lost = json.loads((record / "summary.json").read_text())["lost"]
+    assert (lost[0]["rank"], lost[0]["again"]) == (2, True)
+    assert len(ends(done)) == 2
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_at_once_is_not_started_again() -> None:
+    Path("train.py").write_text("import paceline\nrun = paceline.join()\nraise ValueError('no')")
+    done = run("-n", "2", "--replacements", "2", "--strategy", "async")
+    assert done.returncode == 1
+    assert "started again in" not in done.stderr

@@ -115,7 +115,9 @@ def test_a_partition_of_the_users_own_is_not_dealt() -> None:
     from paceline.data.partition import Contiguous
 
     class Nobody:
-        def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+        def take(
+            self, course: str, total: int, *, wait: bool, waits: Callable[[], None], bound: object = ()
+        ) -> int | None:
             raise AssertionError
 
         def done(self, course: str, numbers: Sequence[int]) -> None:
@@ -139,7 +141,9 @@ def test_a_member_rests_when_it_has_nothing_to_train_and_not_before(background: 
     dealt, rested, go_on = iter([0, 1, 2, 3, None]), [], threading.Event()
 
     class Slow:
-        def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+        def take(
+            self, course: str, total: int, *, wait: bool, waits: Callable[[], None], bound: object = ()
+        ) -> int | None:
             number = next(dealt)
             if number == 3:
                 waits()

@@ -361,7 +361,7 @@ def test_workers_that_do_nothing_are_named() -> None:
         ("pin_memory", "leave it out, batches are copied to run.device"),
         ("shufle", "did you mean 'shuffle'?"),
         ("worker", "did you mean 'workers'?"),
-        ("xyz", "known: 'collate', 'drop_last'"),
+        ("xyz", "known: 'bound', 'collate', 'drop_last'"),
     ],
 )
 def test_an_option_of_torch_or_of_nobody_is_named(option: str, said: str) -> None:

@@ -144,3 +144,13 @@ def test_a_network_namespace_is_another_host():
 def test_detecting_does_not_import_torch():
     code = "import sys, paceline.environment as e; e.detect(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("other", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}])
+def test_labels_are_read_wherever_it_was_started(other):
+    where = {"MASTER_ADDR": "here", "MASTER_PORT": "1"} if other else {}
+    place = detect({**other, **where, "PACELINE_LABELS": "gpu,site-a"})
+    assert place.kind == ("torchrun" if other else "alone")
+    assert place.labels == ("gpu", "site-a")
+    with pytest.raises(ConfigError, match="PACELINE_LABELS: 'a b' is not a label"):
+        detect({"PACELINE_LABELS": "a b"})

@@ -28,6 +28,7 @@ def run_with(
     root: Path | None = None,
     means: Mapping[str, Any] | None = None,
     checkpoint_every_s: float = 0.5,
+    stragglers: str = "tell",
 ) -> Result:
     """Train to the end while the plan is carried out."""
     kept, ledger = Kept(), tmp_path / "ledger"
@@ -42,6 +43,7 @@ def run_with(
             progress="off",
             wait_limit_s=60.0,
             checkpoint_every_s=checkpoint_every_s,
+            stragglers=stragglers,
         ),
         threads=1,
         elastic=(elastic := Elastic(least=least, most=most, silence_s=1.5)),

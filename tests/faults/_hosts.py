@@ -34,6 +34,7 @@ class Outing:
     epochs: int = 3
     step_s: float = 0.01
     options: Sequence[str] = ()
+    args: Sequence[str] = ()  # of the script
     programs: dict[str, Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -66,7 +67,7 @@ class Outing:
             str(self.slots[0]),
         ]
         script = ["-m", "paceline.testing.train_counted", "--ledger", str(self.tmp_path / "ledger")]
-        script += ["--epochs", str(self.epochs), "--step-s", str(self.step_s)]
+        script += ["--epochs", str(self.epochs), "--step-s", str(self.step_s), *self.args]
         size = ["-n", f"{self.least}:{most}", "--threads", "1"]
         self.program("run", 0, ["run", *size, *settings, *elastic, *self.options, *script])
         self.until(lambda: (self.dir / "scheduler.json").exists())
@@ -117,9 +118,16 @@ class Outing:
 
 
 @contextlib.contextmanager
-def outing(tmp_path: Path, count: int = 3, *, delay_ms: float = 0.0, **options: object) -> Iterator[Outing]:
+def outing(
+    tmp_path: Path,
+    count: int = 3,
+    *,
+    delay_ms: float = 0.0,
+    rate: str | Sequence[str | None] | None = None,
+    **options: object,
+) -> Iterator[Outing]:
     """Started; nothing may be left behind at the end."""
-    with Hosts(count, delay_ms=delay_ms) as hosts:
+    with Hosts(count, rate=rate, delay_ms=delay_ms) as hosts:
         out = Outing(tmp_path, hosts, **options)  # type: ignore[arg-type]
         out.start()
         token = out.token

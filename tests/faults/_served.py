@@ -9,7 +9,7 @@ from _carried import Kept, Result, carry_out
 
 from paceline.core.settings import Settings
 from paceline.launch.local import Local
-from paceline.launch.spec import JobSpec
+from paceline.launch.spec import JobSpec, Replacing
 from paceline.testing.plan import FaultPlan
 
 LIMIT_S = 120.0
@@ -25,6 +25,8 @@ def run_with(
     script: str = "paceline.testing.train_counted",
     args: Sequence[str] = (),
     forgives: bool = True,
+    labels: tuple[str, ...] = (),
+    replacing: Replacing | None = None,
     **settings: object,
 ) -> Result:
     """Train to the end while the plan is carried out; nothing may be left behind."""
@@ -36,6 +38,8 @@ def run_with(
         num_members=members,
         num_servers=servers,
         forgives=forgives,
+        labels=labels,
+        replacing=replacing,
         settings=Settings().with_(
             root=str(tmp_path / "runs"), name="it", progress="off", wait_limit_s=60.0, strategy=strategy, **settings
         ),

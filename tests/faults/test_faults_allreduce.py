@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from _elastic import run_with
 
@@ -21,7 +22,9 @@ def test_a_killed_member_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None
 def test_the_first_member_is_killed_and_another_one_leads(tmp_path: Path) -> None:
     result = run_with(tmp_path, FaultPlan().kill(member=0, step=9))
     result.must_be_clean()
-    assert (result.dir / "summary.json").exists()
+    views = msgspec.json.decode((result.dir / "summary.json").read_bytes())["views"]
+    assert (views["lost"], views["last"][0]["lost"]) == (1, [0])
+    assert views["recovery_s"] > 0
 
 
 @pytest.mark.slow

@@ -193,16 +193,16 @@ def test_hosts_of_a_list_are_used_and_drained_when_they_vanish(start, monkeypatc
     s.until(lambda: sites(s)["b"] == ("up", 2) and in_view(s, 0, 1))
     assert any("host c is not in hosts as before: it is drained" in line for line in s.said), s.told()
     Path("hosts").write_text("b two\n")
-    s.until(lambda: any("is not a host's name and its slots" in line for line in s.said))
+    s.until(lambda: any("is not a host's name, slots and labels" in line for line in s.said))
     assert s.finish().code == 0
     assert [s.kept.of(id)[-1] for id in (0, 1)] == ["done", "done"]
 
 
 def test_a_program_tells_the_hosts(tmp_path):
     program = tmp_path / "hosts"
-    program.write_text("#!/bin/sh\necho node1 4\necho node2\n")
+    program.write_text("#!/bin/sh\necho node1 4 gpu,site-a\necho node2\n")
     program.chmod(0o755)
-    assert posts.read(str(program)) == {"node1": 4, "node2": 1}
+    assert posts.read(str(program)) == {"node1": posts.Room(4, ("gpu", "site-a")), "node2": posts.Room(1)}
     program.write_text("#!/bin/sh\necho no cloud >&2\nexit 3\n")
     with pytest.raises(ConfigError, match=r"the program ended with .*3: no cloud"):
         posts.read(str(program))
@@ -210,7 +210,9 @@ def test_a_program_tells_the_hosts(tmp_path):
         posts.read(str(tmp_path / "none"))
 
 
-@pytest.mark.parametrize("line", ["a b", "a 0", "a 1 2", "-oProxyCommand=x 1", "a 1\na 2", "a;b 1", "a -1"])
+@pytest.mark.parametrize(
+    "line", ["a b", "a 0", "a 1 2", "a 1 gpu,b/c", "a 1 gpu site", "-oProxyCommand=x 1", "a 1\na 2", "a;b 1", "a -1"]
+)
 def test_what_is_no_host_is_refused_with_its_line(line):
     with pytest.raises(ConfigError, match=r"^hosts:\d: "):
         posts.parse(line, "hosts")
@@ -221,7 +223,7 @@ def test_members_of_a_host_have_places_of_their_own(tmp_path, monkeypatch):
     Path("train.py").touch()
     elastic = Elastic(least=1, most=4, listen="10.0.0.1")
     spec = JobSpec(script="train.py", args=("--lr", "1"), num_members=4, elastic=elastic, env={"A": "b"})
-    kit = Kit(spec_of(work_of(spec, Settings(name="x"))), "t", 2)
+    kit = Kit(spec_of(work_of(spec, Settings(name="x")), ("gpu", "large:3")), "t", 2)
     kit.reach("10.0.0.1:5")
     running: list[int] = []
     kit.running = lambda: running
@@ -239,6 +241,7 @@ def test_members_of_a_host_have_places_of_their_own(tmp_path, monkeypatch):
     two = member(2, True)
     assert (two.command, two.cwd, two.env["A"]) == ((sys.executable, "train.py", "--lr", "1"), str(tmp_path), "b")
     assert two.env["PACELINE_SCHEDULER"] == "10.0.0.1:5"
+    assert [member(id, True).env["PACELINE_LABELS"] for id in (2, 3)] == ["gpu", "gpu,large"]
 
 
 def test_what_makes_no_sense_is_refused():

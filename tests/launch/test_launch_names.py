@@ -8,6 +8,7 @@ from paceline.core.errors import ConfigError
 from paceline.launch import beforehand, names
 from paceline.strategies import STRATEGIES
 from paceline.strategies.reducers.method import KNOWN
+from paceline.train import pacing, rates
 from paceline.train.join import TRANSPORTS
 
 
@@ -15,6 +16,8 @@ def test_names_are_in_step():
     assert sorted(names.STRATEGIES) == sorted(STRATEGIES)
     assert sorted(names.CODECS) == sorted(["none", *KNOWN])
     assert sorted(names.TRANSPORTS) == sorted(TRANSPORTS)
+    assert names.STRAGGLERS == pacing.RULES
+    assert names.LR_RULES == rates.RULES
 
 
 @pytest.mark.parametrize(

@@ -282,3 +282,82 @@ def test_who_is_blamed_is_decided_by_what_happened() -> None:
     assert (later.code, later.first_failed, later.lost) == (3, of_its_own, [lost])
     needed = Outcome((ended(0, 1, 5.2, followed=True), ended(1, 1, 5.1, losable=True, followed=True), lost))
     assert (needed.code, needed.first_failed, needed.lost) == (137, lost, [])
+
+
+class Twice:
+    """Starts each that is lost again, up to so many times in all."""
+
+    begun = True
+
+    def __init__(self, times):
+        self.times, self.lost_ones, self.running, self.reason = times, [], [], ""
+        self.joining = set()
+
+    def lost(self, rank, pid, code):
+        self.lost_ones.append((rank, code))
+        if len(self.lost_ones) <= self.times:
+            return 0.05
+        self.reason = "too few"
+        return None
+
+    def started(self, rank, pid):
+        self.running.append(pid)
+
+    def look(self):
+        pass
+
+
+ONCE = """
+    import os, pathlib, signal, time
+    there = pathlib.Path(os.environ["THERE"])
+    if not there.exists():
+        there.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("again")
+"""
+
+
+def test_a_lost_member_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("THERE", str(tmp_path / "there"))
+    again, pids, lost = Twice(3), [], []
+    outcome, kept = run(
+        "import os, time\nwhile not os.path.exists(os.environ['THERE']): time.sleep(0.01)\ntime.sleep(1)",
+        ONCE,
+        losable=[0, 1],
+        again=again,
+        on_started=pids.append,
+        on_lost=lambda rank, code: lost.append((rank, code)),
+    )
+    assert (outcome.code, [e.code for e in outcome.ended]) == (0, [0, 0])
+    assert [(e.rank, e.code) for e in outcome.replaced] == [(e.rank, e.code) for e in outcome.lost] == [(1, -9)]
+    assert lost == again.lost_ones == [(1, -9)]
+    assert kept.of(1) == ["again"]
+    assert len(pids) == 2
+    assert pids[1][1] == again.running[0] != pids[0][1]
+
+
+def test_without_enough_of_them_all_are_ended():
+    outcome, _ = run("import time; time.sleep(60)", "raise SystemExit(3)", losable=[0, 1], again=Twice(1), notice_s=0.1)
+    assert (outcome.code, outcome.first_failed.rank) == (3, 1)
+    assert len(outcome.replaced) == 1
+
+
+def test_what_fails_before_it_has_begun_is_not_started_again():
+    again = Twice(9)
+    again.begun = False
+    outcome, _ = run("import time; time.sleep(60)", "raise SystemExit(3)", losable=[0, 1], again=again, notice_s=0.1)
+    assert (outcome.code, again.lost_ones, outcome.replaced) == (3, [], ())
+
+
+def test_one_that_joins_when_another_has_finished_has_nothing_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("THERE", str(tmp_path / "there"))
+    again = Twice(3)
+    again.joining.add(1)
+    outcome, _ = run(
+        "import os, time\nwhile not os.path.exists(os.environ['THERE']): time.sleep(0.01)\ntime.sleep(1)",
+        ONCE.replace('print("again")', "time.sleep(60)"),
+        losable=[0, 1],
+        again=again,
+    )
+    assert outcome.code == 0
+    assert outcome.ended[1].asked

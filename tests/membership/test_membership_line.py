@@ -12,7 +12,7 @@ from paceline.core.errors import AuthError, ConfigError, Interrupted, TimedOut
 from paceline.core.settings import Settings
 from paceline.core.view import Member, View
 from paceline.membership.agent_line import AgentLine
-from paceline.membership.line import Line
+from paceline.membership.line import _ANSWER_LIMIT_S, _LEAVE_LIMIT_S, Line
 from paceline.membership.messages import Refused
 from paceline.membership.orders import (
     Arrive,
@@ -203,6 +203,19 @@ def test_a_dead_line_is_found_out_by_dialling_again(monkeypatch):
         silent = desk.channel  # open, but nobody is there any more
         threading.Thread(target=lambda: (desk.meet(), desk.view(8)), daemon=True).start()
         assert line.newer(0, 5.0).view.number == 8
+        silent.close()
+
+
+def test_who_has_given_up_leaves_at_once(monkeypatch):
+    monkeypatch.setattr("paceline.membership.line._PROBE_S", 0.2)
+    with met() as (desk, line):
+        silent = desk.channel  # open, and whoever dials is not answered: as behind a cut cable
+        with pytest.raises(Interrupted, match="member 0 is cut off from the scheduler"):
+            line.newer(0, 1.0)
+        began = time.monotonic()
+        line.leave("failed")
+        line.close()
+        assert time.monotonic() - began < min(_LEAVE_LIMIT_S, _ANSWER_LIMIT_S) / 2
         silent.close()
 
 

@@ -198,3 +198,27 @@ def test_closing_leaves_no_thread():
     while names := [t.name for t in threading.enumerate() if t.name.startswith("paceline")]:
         assert time.monotonic() < deadline, names
         time.sleep(0.01)
+
+
+def test_one_in_the_place_of_a_lost_member_gets_the_view_as_it_is():
+    with contextlib.closing(Rendezvous(2, Settings(), TOKEN, replaces=True)) as there, ThreadPoolExecutor(2) as pool:
+        first = list(pool.map(lambda rank: come(there, rank, 2), [0, 1]))
+        assert [(meeting.replaces, meeting.late) for meeting in first] == [(True, False)] * 2
+        with pytest.raises(ConfigError, match="rank 1 is taken by process 1001"):
+            come(there, 1, 2, pid=7)
+        for pid in (7, 8):  # one after the other
+            there.gone(1, "was killed")
+            meeting = come(there, 1, 2, pid=pid)
+            assert meeting.late
+            assert meeting.view.number == first[0].view.number
+            assert [m.pid for m in meeting.view.members] == [1000, pid]
+        with pytest.raises(ConfigError, match="rank 1 is taken by process 8"):
+            come(there, 1, 2, pid=9)
+
+
+def test_where_nobody_is_replaced_a_lost_members_place_stays_empty():
+    with rendezvous(2) as there, ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: come(there, rank, 2), [0, 1]))
+        there.gone(1, "was killed")
+        with pytest.raises(ConfigError, match="rank 1 is taken"):
+            come(there, 1, 2, pid=7)

@@ -52,6 +52,28 @@ def test_those_who_came_begin_at_the_limit_and_the_late_one_joins():
     assert [ids(v) for v in world.views.values()] in ([[0, 1], [0, 1, 2]], [[0], [0, 1], [0, 1, 2]])
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_member_leaves_and_is_not_replaced(slow):
+    world = World({"a": 2, "b": 2}, least=2, target=4, most=4)
+    assert formed(world) == [0, 1, 2, 3]
+    world.do(lambda r: r.slow(slow, "takes twice as long", world.now))
+    world.do(lambda r: r.slow(2, "takes twice as long", world.now))  # one at a time
+    assert formed(world, 30.0) == [id for id in range(4) if id != slow]
+    assert not process(world, slow).alive
+    seen = next(m for m in world.picture().members if m.id == slow)
+    assert (seen.state, seen.why) == ("drained", "was asked to leave: takes twice as long")
+    world.do(lambda r: r.scale(4, world.now))
+    assert sorted(formed(world, 30.0)) == [0, 1, 2, 3]
+
+
+def test_nobody_leaves_for_being_slow_where_the_least_are_there():
+    world = World({"a": 2}, least=2, target=2, most=4)
+    assert formed(world) == [0, 1]
+    world.do(lambda r: r.slow(1, "takes twice as long", world.now))
+    world.do(lambda r: r.slow(3, "nobody knows it", world.now))
+    assert formed(world, 30.0) == [0, 1]
+
+
 def test_too_few_at_the_limit_are_told_who_is_missing():
     world = World({"a": 1}, least=2, target=2, most=2)
     world.run(25)
@@ -413,6 +435,20 @@ def test_a_second_process_is_refused_while_the_first_lives():
         world.roster.arrive(1, Member(rank=1, host="a", pid=9), 0, world.now)
 
 
+def test_who_is_wanted_again_before_it_has_left_is_started_when_it_has():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    said: list[str] = []
+    for size in (2, 3, 3):
+        world.do(lambda r, size=size: said.append(r.scale(size, world.now)))
+    assert said == [
+        "3 to 2 members: member 2 will leave",
+        "2 to 3 members: member 2 will be started; 1 of them wait for a free slot",
+        "3 members, as before",
+    ]
+    assert sorted(formed(world, 10.0)) == [0, 1, 2]
+
+
 def test_a_late_newcomer_hears_of_the_present_view_and_that_it_drains():
     world = World({"a": 2}, least=1, target=2, most=2)
     formed(world)
@@ -446,6 +482,7 @@ OPS = (
     "break",
     "scale",
     "drain",
+    "slow",
     "wait",
     "host",
 )
@@ -475,6 +512,8 @@ def disturb(world, op, pick):
         world.kill(one)
     elif one and op in ("pause", "resume"):
         one.paused = op == "pause"
+    elif one and op == "slow":
+        world.do(lambda r: r.slow(one.id, "is slow", world.now))
     elif one and op == "cut":
         one.cut = True
         world.hang_up(one)
@@ -538,6 +577,20 @@ def test_whatever_happens_nobody_waits_for_ever(hosts, rules, story):
     play(hosts, rules, story)
 
 
+@pytest.mark.parametrize(
+    ("rules", "story"),
+    [
+        # Its host is silent, it is replaced elsewhere, and that one is killed: where the first may run it cannot start.
+        ((1, 1, 1), [("silence", 334), ("pause", 0), ("wait", 388), ("restart", 1), ("kill", 7)]),
+        # All are sent home; one of them is lost meanwhile, comes back, and is to go nevertheless.
+        ((1, 2, 3), [("pause", 0), ("restart", 185), ("drain", 556), ("kill", 161), ("kill", 185)]),
+    ],
+)
+def test_stories_that_ended_badly(rules, story):
+    world = play({"a": 2, "b": 2}, dict(zip(("least", "target", "most"), rules)) | {"replacements": 20}, story)
+    assert {p.host for p in world.living()} == {"b"}
+
+
 @pytest.mark.slow
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(hosts=HOSTS, rules=RULES, story=st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 1000)), max_size=40))
@@ -563,6 +616,7 @@ def word(roster, rng, number, now):
         (2, lambda: roster.ended(host, id, rng.choice([0, 1, -9]), now)),
         (0.1, lambda: roster.drain_host(host, now)),
         (1, lambda: roster.scale(rng.randrange(1, 5), now)),
+        (1, lambda: roster.slow(id, "is slow", now)),
         (6, lambda: roster.tick(now)),
     ]
     with contextlib.suppress(ConfigError, Interrupted):
@@ -580,9 +634,12 @@ def test_random_words_change_nothing_that_is_promised():
             word(roster, rng, number, now)
             for to, order in roster.take():
                 assert isinstance(to, str) == isinstance(order, Start | Stop | Over)
-                if isinstance(order, NewView) and order.view.number != number:
-                    assert order.view.number > number
-                    assert len({m.id for m in order.view.members}) == order.view.size > 0
+                if isinstance(order, NewView) and order.view.number < number:  # to one that has come again
+                    assert order.view == roster.look(now, now).view
+                elif isinstance(order, NewView) and order.view.number != number:
+                    going = [m.state for m in roster.look(now, now).members if m.id == to]
+                    assert order.view.members or going == ["draining"]  # one that is sent home, where nobody stays
+                    assert len({m.id for m in order.view.members}) == order.view.size
                     number = order.view.number
             if rng.random() < 0.05:
                 roster, term = Roster.load(roster.dump(), rules, now), term + 1

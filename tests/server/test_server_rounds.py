@@ -46,7 +46,7 @@ class Worker:
 class World:
     """Shards, the one who closes rounds, and workers; whatever is said stands in a queue until the test delivers it."""
 
-    def __init__(self, servers: int, backups: int, chance: random.Random) -> None:
+    def __init__(self, servers: int, backups: int, chance: random.Random, *, replaces: bool = False) -> None:
         placement = place(TENSORS, servers, chunk_bytes=500)
         rule = m.Rule(optimizer="SGD", groups=[SGD], gate=f"sync(backups={backups})")
         self.chance = chance
@@ -62,12 +62,15 @@ class World:
                 lambda rank, chunk, s=s: self.send_weights(s, rank),  # type: ignore[misc]
                 lambda s=s: self.stands(s),  # type: ignore[misc]
                 lambda rank, step, reason, s=s: self.dropped[s].add((rank, step, self.lives[s][rank])),  # type: ignore[misc]
+                lambda rank, push, s=s: self.settled[s].append((rank, push.life)),  # type: ignore[misc]
+                replaces=replaces,
             )
             for s in range(servers)
         ]
         assert all(len(shard.chunks) > 1 for shard in self.shards)
         self.closed: list[list[tuple[tuple[int, int], ...]]] = [[] for _ in self.shards]
         self.decided: list[m.Closed] = []
+        self.settled: list[list[tuple[int, int]]] = [[] for _ in self.shards]  # ranks and lives
         self.lives: list[dict[int, int]] = [{} for _ in self.shards]  # of each rank, as a server knows it
         self.dropped: list[set[tuple[int, int, int]]] = [set() for _ in self.shards]  # rank, step, life
         self.whole: list[set[tuple[int, int, int]]] = [set() for _ in self.shards]

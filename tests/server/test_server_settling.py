@@ -18,7 +18,6 @@ from paceline.server import messages as m
 from paceline.server.client import Client
 from paceline.server.connection import Connection, pair
 from paceline.server.dealing import Dealer, Dealing
-from paceline.server.gates import make_gate
 from paceline.server.lasts import Lasts
 from paceline.server.placement import Tensor, place
 from paceline.server.service import Service
@@ -136,8 +135,9 @@ def test_what_has_changed_a_weight_is_settled_and_what_is_settled_is_taken(data:
             shard.part(rank, parts[rank], torch.ones(8))
             parts[rank] += 1
             sent[of[rank]] += 1
-        need = chunks if isinstance(make_gate(gate), type(make_gate("sync"))) else 1
-        assert sorted(settled) == [batch for batch, count in sent.items() if count >= need]
+        need = chunks if gate == "sync" else 1
+        due = [batch for batch, count in sent.items() if count >= need]
+        assert sorted(settled) == ([] if "backups" in gate else due)  # rounds with backups: when they are closed
 
 
 def test_a_lost_workers_batches_wait_for_its_last_push() -> None:
@@ -151,7 +151,7 @@ def test_a_lost_workers_batches_wait_for_its_last_push() -> None:
             dealing = Dealing(wires, range(2), pushes=True)
             gone.wait(10)
             time.sleep(0.2)  # the dealer has hung up, and the batches are not dealt again
-            assert dealing._courses["x"]._returned == type(dealing._courses["x"]._returned)()
+            assert dealing._courses["x"].parts()[0].returned == 0
             dealing.settle(0, {"x": [0], "unknown": [1]})
             dealing.left(0)
             pushed.wait(10)
@@ -185,7 +185,7 @@ class Deals:
     def __init__(self, total: int) -> None:
         self.numbers, self.told = iter(range(total)), list[int]()
 
-    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None], bound: object = ()) -> int | None:
         number = next(self.numbers, None)
         if number is None:
             waits()

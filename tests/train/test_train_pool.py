@@ -189,7 +189,9 @@ def test_a_thread_that_waits_for_what_others_may_leave_is_stopped_too() -> None:
             self.lent = 0
             self.waiting = threading.Event()
 
-        def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+        def take(
+            self, course: str, total: int, *, wait: bool, waits: Callable[[], None], bound: object = ()
+        ) -> int | None:
             self.lent += 1
             for _ in range(400 if self.lent > 1 else 0):
                 waits()

@@ -101,6 +101,21 @@ def whole_run(run_dir: Path, name: str = "digits", scalar: str = "grad norm", me
         writer.file.close()
 
 
+def test_who_was_slow_and_what_was_done_is_on_the_page(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    slow = {"member": 1, "times": 2.2, "reason": "load", "text": "takes <2.2> times as long"}
+    writer.emit("straggler", **slow, done="gets less", step=20)
+    writer.emit("shares", members=[0, 1], samples=[11, 5], step=1050)
+    writer.emit("shares", members=3, samples="?", step=1051)
+    writer.file.close()
+    page = Page(write_report(tmp_path))
+    assert "Stragglers" in page.of("h2")
+    cells = page.of("td")
+    assert "20, 1, takes <2.2> times as long, gets less" in ", ".join(cells)
+    assert "11 samples for 0, 5 samples for 1" in cells
+    assert "1,050" in cells
+
+
 def test_everything_is_on_the_page(tmp_path: Path) -> None:
     whole_run(tmp_path)
     path = write_report(tmp_path)

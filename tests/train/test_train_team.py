@@ -279,16 +279,18 @@ def bring_back(members: list[Someone], agent: AgentLine, scheduler: Scheduler, *
     newcomer = _again(scheduler, 2)
     newcomer.team.meet()
     newcomer.prepare()
+    assert all(one.team.turn() for one in members[:2])
     for one in members[:2]:
         assert one.book
         one.book.word, one.book.busy = "after step 2", busy
 
     def called(one: Someone) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while not one.team.called:
+        while one.team.group.size < 3:  # the view before may have been made anew
             assert time.monotonic() < deadline
+            if one.team.called:
+                one.team.between(moving=True)
             time.sleep(0.01)
-        one.team.between(moving=True)
 
     together(*(lambda one=one: called(one) for one in members[:2]), lambda: newcomer.team.begin(lambda: None))
     members.append(newcomer)
@@ -352,3 +354,12 @@ def test_members_in_the_middle_of_a_turn_wait_for_the_state_to_be_sent(three: Th
     assert newcomer.book
     assert newcomer.book.word == "after step 2"
     assert newcomer.book.healing is None
+
+
+def test_a_newcomer_counts_the_same_turns_as_the_others(three: Three) -> None:
+    members, agent, scheduler = three
+    newcomer = bring_back(members, agent, scheduler)
+    assert newcomer.team.turn()  # the one that the others have begun
+    here = [*members[:2], newcomer]
+    assert [one.team.turns for one in here] == [1, 1, 1]
+    assert [one.team.lag for one in here] == [0, 0, 0]

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.cli.display import Display
-from paceline.cli.flags import Parser, whole
+from paceline.cli.flags import LABEL_HELP, Parser, whole
 from paceline.core.errors import ConfigError
+from paceline.core.labels import word
 from paceline.environment import this_host
 from paceline.launch.joined import JoinedHost
 from paceline.launch.reach import Reach
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="paceline agent", description="Let this host take part in an elastic run.", epilog=_EPILOG)
     parser.option("--join", parse=str, metavar="RUN", help="its scheduler.json, - for standard input, or ip:port")
     parser.option("--slots", parse=whole(1), metavar="K", default=1, help="members that this host may have (1)")
+    parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
     parser.option("--name", parse=str, metavar="NAME", help="of this host; two agents of a run differ in it")
     options, rest = parser.split(argv)
     if rest:
@@ -43,7 +45,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError("which run? paceline agent --join runs/NAME/scheduler.json")
     where = _where(given.join)
     display = Display(100)
-    host = JoinedHost(where, given.name or this_host(), given.slots, display, say=display.say)
+    labels = tuple(given.label or ())
+    host = JoinedHost(where, given.name or this_host(), given.slots, display, labels=labels, say=display.say)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: _stop(host, number, frame))

@@ -15,6 +15,8 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings
 from paceline.launch import names, servers
 
+LABEL_HELP = "what the members on this host have, for loaders with bound=; gpu:0,1: these alone; may be repeated"
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -113,6 +115,12 @@ SETTINGS = (
         _words(names.LR_RULES),
         names.lr_rule,
         "with -n MIN:MAX and fewer than MAX members: the learning rate in proportion to them, or to its square root",
+    ),
+    Flag(
+        "stragglers",
+        _words(names.STRAGGLERS),
+        names.stragglers,
+        "members that are slower than the others: name them, give them less of each batch, or (-n MIN:MAX) let them go",
     ),
     Flag("progress", _words(names.PROGRESS), names.progress, "auto: a display on a terminal, else plain lines"),
     Flag("check_finite", "", bool, "stop on a gradient that is not finite, naming member and parameter"),

@@ -17,14 +17,15 @@ from typing import TypeAlias
 
 from paceline.cli import ending
 from paceline.cli.display import Display, Screen, can_draw
-from paceline.cli.flags import Flag, Parser, add_settings, seconds, settings_of, size, whole
+from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, whole
 from paceline.core.errors import ConfigError
+from paceline.core.labels import word
 from paceline.core.settings import NAMES
 from paceline.launch import beforehand, cores, posts, servers
 from paceline.launch.elastic import DRAIN_S, ElasticJob
 from paceline.launch.local import Local, LocalJob
 from paceline.launch.plan import plan
-from paceline.launch.spec import Elastic, JobSpec
+from paceline.launch.spec import Elastic, JobSpec, Replacing
 from paceline.membership.agent import Outcome
 
 AnyJob: TypeAlias = LocalJob | ElasticJob
@@ -39,6 +40,7 @@ examples:
   paceline run -n 2 --name big --fresh train.py starts over
   paceline run -n 8 --dry-run train.py          prints what would be started
   paceline run -n 2:4 train.py                  elastic: starts 4, goes on while 2 are left, replaces lost ones
+  paceline run -n 4 --strategy async --replacements 2 train.py    with servers: each lost worker, up to twice
   paceline run -n 4:8 --hosts hosts.txt train.py    on the hosts of a list, which may change
 
 Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of the member that failed first,
@@ -47,14 +49,15 @@ Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of t
 
 _DEFAULT = Elastic(least=1, most=1)
 _ELASTIC = (
-    Flag("replacements", "N", whole(0), "how often each member may be started again"),
+    Flag("replacements", "N", whole(0), "how often each member may be started again; with servers also with -n N"),
     Flag("silence_s", "S", seconds(0.1), "after which a member or host that is not heard of is lost"),
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
     Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
     Flag("slots", "K", whole(0), "members that this host may have"),
-    Flag("hosts", "FILE", str, "other hosts: lines of a name and its slots, or a program that prints them"),
+    Flag("hosts", "FILE", str, "other hosts: lines of a name, slots and labels, or a program that prints them"),
     Flag("start_on", "COMMAND", str, "what leads to such a host"),
 )
+_ONCE_S = 0.3  # signals so close to each other are one
 _NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
 
@@ -89,6 +92,7 @@ def _parser() -> Parser:
         note = _NOTES.get(flag.field) or (f"{default:g}" if isinstance(default, int | float) else default)
         text = f"{flag.help}; with -n MIN:MAX (default: {note})"
         parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
+    parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
     parser.option("--dry-run", help="print what would be started, and start nothing")
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
     add_settings(parser)
@@ -110,20 +114,23 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
             f"which {what}? paceline run -n {given.members} {'-m package.train' if module else 'train.py'}"
         )
     settings = settings_of(given)
-    elastic = _elastic(given)
-    if elastic:
-        beforehand.check_elastic(settings)
-    num_servers, _ = servers.choose(settings.strategy, settings.servers, given.members.most)
+    served = servers.served(settings.strategy)
+    replacing, elastic = (_replacing(given), None) if served else (None, _elastic(given))
+    (beforehand.check_elastic if elastic else beforehand.check_fixed)(settings)
+    most = given.members.most
+    num_servers, _ = servers.choose(settings.strategy, settings.servers, most, replaces=replacing is not None)
     return JobSpec(
         script=rest[0],
         args=tuple(rest[1:]),
         module=module,
         num_members=given.members.most,
         num_servers=num_servers,
-        forgives=servers.forgives(settings.strategy, num_servers),
+        forgives=replacing is not None or servers.forgives(settings.strategy, num_servers),
         elastic=elastic,
+        replacing=replacing,
         settings=settings,
         threads=given.threads,
+        labels=tuple(given.label or ()),
         terminal=can_draw() and settings.progress in ("auto", "rich"),
     )
 
@@ -138,6 +145,20 @@ def _elastic(given: Namespace) -> Elastic | None:
             f"{flag.option} is for runs whose members may come and go: give -n MIN:MAX, such as -n "
             f"{given.members}:{given.members}"
         )
+    return None
+
+
+def _replacing(given: Namespace) -> Replacing | None:
+    """With servers: what is done about lost workers; None: they are not started again."""
+    values = [flag for flag in _ELASTIC if getattr(given, flag.field) is not None]
+    if other := next((flag for flag in values if flag.field != "replacements"), None):
+        raise ConfigError(
+            f"{other.option} is for elastic runs of all-reduce: with servers, lost workers are started again on this "
+            "host; leave it out"
+        )
+    if given.members.elastic or given.replacements:
+        least = given.members.least if given.members.elastic else 1
+        return Replacing(least=least, replacements=3 if given.replacements is None else given.replacements)
     return None
 
 
@@ -170,7 +191,7 @@ def _run(spec: JobSpec) -> int:
     launcher = Local(display, on_lost=lambda rank, how: display.say(ending.lost(rank, how)), say=display.say)
     job = launcher.start(spec)
     _say_what_starts(spec, job, display)
-    deadline = math.inf
+    deadline, asked = math.inf, -math.inf
     while (outcome := job.wait(_LOOK_S)) is None:
         display.tick()
         while signals:
@@ -178,6 +199,9 @@ def _run(spec: JobSpec) -> int:
             if number == signal.SIGWINCH:
                 job.resize()
                 continue
+            before, asked = asked, time.monotonic()
+            if number == signal.SIGTERM and asked - before < _ONCE_S:
+                continue  # `timeout` and batch systems send it to us and to our process group
             job.stop(number)
             drains = spec.elastic is not None and number == signal.SIGTERM
             deadline = min(deadline, time.monotonic() + _STUCK_S + (DRAIN_S if drains else 0.0))
@@ -209,13 +233,16 @@ def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
     threads, warning = cores.share(max(1, here), usable)
     if warning:
         display.say(f"warning: {warning}")
-    _, reason = servers.choose(spec.settings.strategy, spec.settings.servers, spec.num_members)
+    replaces = spec.replacing is not None
+    _, reason = servers.choose(spec.settings.strategy, spec.settings.servers, spec.num_members, replaces=replaces)
     if reason:
         display.say(reason)
     members = "1 member" if spec.num_members == 1 else f"{spec.num_members} members"
     shown = spec.threads or os.environ.get("OMP_NUM_THREADS") or threads
     if spec.elastic:
         members += f" (elastic, {spec.elastic.least} to {spec.elastic.most})"
+    if spec.replacing:
+        members += f" (at least {spec.replacing.least}; each started again up to {spec.replacing.replacements} times)"
     there = "" if here == spec.num_members else f"{here} of them here, " if here else "all on other hosts, "
     each = f"{shown} thread{'' if str(shown) == '1' else 's'} each; " if here else ""
     display.say(f"{members}, {there}{each}files in {_short(job.dir)}")
@@ -224,12 +251,12 @@ def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
 def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Display) -> None:
     logs = {rank: _short(path) for rank, path in job.logs().items()}
     again = _again(spec, job)
-    if isinstance(job, ElasticJob) and outcome.lost:
+    if outcome.lost and (spec.elastic or (spec.replacing and not outcome.code)):
         display.say(f"warning: {ending.lost_on_the_way(outcome.lost, logs)}")
-    for lost in () if spec.elastic else outcome.lost:
+    for lost in () if spec.elastic or spec.replacing else outcome.lost:
         how = f"{ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
         display.say(f"warning: rank {lost.rank} was lost: {how}; the others went on without it")
-    if isinstance(job, ElasticJob) and job.reason and not outcome.stopped_by:
+    if job.reason and not outcome.stopped_by:
         display.say(f"the run is over: {job.reason}")
     if outcome.stopped_by:
         display.say(ending.stopped(outcome.stopped_by, _short(job.dir), again))

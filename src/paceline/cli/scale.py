@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
 def _reach(known: runs.Known) -> reach.Reach:
     name, run = known.directory.name, known.run
     if run is None or not run.least:
-        raise ConfigError(f"run {name!r} has a fixed number of members: start it with -n MIN:MAX to scale it")
+        raise ConfigError(
+            f"run {name!r} has a fixed number of members: start it with -n MIN:MAX, and without servers, to scale it"
+        )
     where = reach.read(known.directory)
     if where is None:
         raise ConfigError(f"run {name!r} is not running: {runs.how_it_stands(known)}")

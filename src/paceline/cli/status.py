@@ -6,13 +6,18 @@ scheduler is asked as well: it knows who is in the view, who was lost and how, a
 
 from __future__ import annotations
 
+import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.cli import runs
+import msgspec
+
+from paceline.cli import queue, runs
 from paceline.cli.flags import Parser
 from paceline.cli.runs import Known, how_it_stands, span
+from paceline.core import lost
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.settings import Settings
 from paceline.core.status import Doing
@@ -20,6 +25,7 @@ from paceline.launch import reach
 from paceline.membership import agent_line
 
 _LIMIT_S = 2.0  # for the scheduler's answer
+_TAIL_BYTES = 1 << 20  # of the events, which may be long
 _WAITS = re.compile(r"\bwaiting\b")
 _WAITS_FOR = re.compile(r"waiting for members? (\d+(?:(?:, | and )\d+)*)")
 
@@ -49,7 +55,37 @@ def describe(directory: Path) -> list[str]:
 
 
 def _lines(known: Known) -> list[str]:
-    return [*_table(known), *_elastic(known)] if known.run and known.run.least else _table(known)
+    if known.run and known.run.least:
+        came = _elastic(known)
+    else:
+        came = [f"{one}, {span(time.time() - one.at)} ago" for one in lost.read(known.directory)]
+    slow = _slow(known.directory / "events" / "rank-0.jsonl")
+    return [*_table(known), *queue.lines(known), *came, *slow]
+
+
+def _slow(events: Path) -> list[str]:
+    """Who was found to hold the others up lately."""
+    try:
+        with events.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = [line for line in file.read().splitlines() if b'"straggler"' in line]
+    except OSError:
+        return []
+    found: dict[object, str] = {}  # by member: the last word of each
+    for line in lines:
+        try:
+            event = msgspec.json.decode(line, type=_Straggler)
+        except (msgspec.DecodeError, UnicodeDecodeError):  # torn, or of another kind
+            continue
+        found[event.member] = f"slow: member {event.member} {event.text} (step {event.step}; {event.done})"
+    return list(found.values())
+
+
+class _Straggler(msgspec.Struct, tag_field="kind", tag="straggler"):
+    member: int
+    text: str
+    done: str
+    step: int
 
 
 def _elastic(known: Known) -> list[str]:
@@ -65,19 +101,26 @@ def _elastic(known: Known) -> list[str]:
     head = (
         f"{view}; {picture.target} wanted, {picture.least} to {picture.most} allowed; scheduler's term {picture.term}"
     )
-    rows = [("member", "state", "for", "process", "replaced", "lost last")]
+    rows = [("member", "state", "for", "process", "replaced", "labels", "lost last")]
+    labels = {m.id: ",".join(m.labels) for m in picture.view.members} if picture.view else {}
     several = len(picture.hosts) > 1
     for seen in picture.members:
         since, process = span(time.time() - seen.since), str(seen.pid or "-")
         if several and seen.host:
             process += f" on {seen.host}"
-        rows.append((str(seen.id), seen.state, since, process, str(seen.replaced), seen.why or "-"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) + "  " + row[5] for row in rows]
+        has = labels.get(seen.id) or "-"
+        rows.append((str(seen.id), seen.state, since, process, str(seen.replaced), has, seen.why or "-"))
+    table = _aligned(rows if any(labels.values()) else [row[:5] + row[6:] for row in rows])
     if len(picture.hosts) < 2:
         return [head, *table, *(f"quarantined: {host}" for host in picture.quarantined)]
     hosts = [f"host {h.name}: {h.state}, {h.running} of {_slots(h.slots)} in use" for h in picture.hosts]
     return [head, *table, *hosts]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns, of which the last one is as long as it is."""
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows))]
+    return ["  ".join((*(cell.rjust(width) for cell, width in zip(row, widths)), row[-1])) for row in rows]
 
 
 def _slots(count: int) -> str:
@@ -91,15 +134,16 @@ def _list(found: list[Known]) -> list[str]:
 
 def _table(known: Known) -> list[str]:
     waited_for = _waited_for(known.said, known.states)
-    rows = [("rank", "state", "process", "epoch", "step", "doing")]
+    rows = [("rank", "state", "process", "epoch", "step", "labels", "doing")]
     for rank, (doing, state) in enumerate(zip(known.said, known.states)):
         counts = (str(doing.epoch + 1), str(doing.step)) if doing else ("-", "-")  # epochs from 1, as in progress
         what = _what(doing, state)
         if rank in waited_for:
             what += "  <- the others wait for this one"
-        rows.append((str(rank), state, str(known.pid(rank) or "-"), *counts, what))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) + "  " + row[5] for row in rows]
+        has = (doing and doing.labels) or "-"
+        rows.append((str(rank), state, str(known.pid(rank) or "-"), *counts, has, what))
+    labelled = any(doing and doing.labels for doing in known.said)
+    table = _aligned(rows if labelled else [row[:5] + row[6:] for row in rows])
     return [f"{known.directory}: {how_it_stands(known)}, {_members(known.size)}", *table]
 
 

@@ -20,6 +20,10 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     how: str  # such as "killed by signal 9"
     at: float  # time.time()
+    again: bool = False  # it was to be started again
+
+    def __str__(self) -> str:
+        return f"member {self.rank} was lost ({self.how})" + (" and started again" if self.again else "")
 
 
 def write(directory: Path, lost: Sequence[Lost]) -> None:

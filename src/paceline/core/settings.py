@@ -26,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     join_limit_s: float = 120.0  # how long to wait for all members to arrive
     wait_limit_s: float = 300.0  # how long any later wait for another member may last
     lr_rule: str = "keep"  # of elastic runs with fewer members than they may have: keep, linear, sqrt
+    stragglers: str = "tell"  # what is done about slow members of all-reduce runs: tell, less, drop
     progress: str = "auto"  # auto, rich, plain, off
     check_finite: bool = False  # stop on a gradient that is not finite, naming the member and parameter
     pinned: tuple[str, ...] = ()  # which of these the launcher was told: a script does not overrule them

@@ -11,13 +11,18 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+STARTING = "starting"
+BEFORE = -1  # the epoch of one who comes late, until it takes part
+SERVING = "serving"  # how what a server does begins, once the first epoch has begun
 _HEAD = struct.Struct("<QQqqdH")  # sequence, pid, step, epoch, since, length of the text
-_SIZE = 512
-_HOST_AT = 384  # to the end
+_SIZE = 768
+_HOST_AT, _LABELS_AT, _EPOCH_AT = 384, 512, 752  # to the next, and to the end
+_EPOCH = struct.Struct("<qq")  # steps before this epoch, and of it
 _BODY = struct.Struct("<QqqdH").pack_into  # the head after the sequence
 _BODY_AT = 8
 _PLACE = struct.Struct("<qqd").pack_into  # step, epoch, since
@@ -35,12 +40,18 @@ class Doing(msgspec.Struct, frozen=True):
     since: float  # time.time() when it began to do this, or when the last step ended if that was later
     what: str
     host: str = ""  # on which it runs, where it said so
+    labels: str = ""  # that it has, between commas
+    epoch_step: int = 0  # steps before this epoch
+    steps: int = 0  # of this epoch; 0: not known
 
 
 class Status:
-    """The writing side: `status.set("waiting for member 3")`. `host` tells readers whether they can see the process."""
+    """The writing side: `status.set("waiting for member 3")`. `host` tells readers whether they can see the process.
 
-    def __init__(self, path: Path | None, host: str = "") -> None:
+    `labels` are those of the member.
+    """
+
+    def __init__(self, path: Path | None, host: str = "", labels: Sequence[str] = ()) -> None:
         self.step = 0
         self.epoch = 0
         self._sequence = 0
@@ -53,8 +64,9 @@ class Status:
                 self._map = mmap.mmap(file.fileno(), _SIZE)
                 # One store of eight bytes: pack_into would make the number 0 for a moment.
                 self._sequences = memoryview(self._map).cast("Q")
-                self._map[_HOST_AT:] = host.encode()[: _SIZE - _HOST_AT].ljust(_SIZE - _HOST_AT, b"\0")
-        self.set("starting")
+                for text, start, end in ((host, _HOST_AT, _LABELS_AT), (",".join(labels), _LABELS_AT, _EPOCH_AT)):
+                    self._map[start:end] = text.encode()[: end - start].ljust(end - start, b"\0")
+        self.set(STARTING)
 
     def set(self, what: str) -> None:
         self.what = what
@@ -66,6 +78,15 @@ class Status:
         self._map[_HEAD.size : _HEAD.size + len(text)] = text
         _BODY(self._map, _BODY_AT, os.getpid(), self.step, self.epoch, time.time(), len(text))
         self._sequences[0] = sequence
+
+    def enter(self, epoch: int, epoch_step: int, steps: int) -> None:
+        """An epoch of so many steps begins after so many, or has another number of them from now on."""
+        self.epoch = epoch
+        if self._map is not None:
+            self._sequence = sequence = self._sequence + 2
+            self._sequences[0] = sequence - 1
+            _EPOCH.pack_into(self._map, _EPOCH_AT, epoch_step, steps)
+            self._sequences[0] = sequence
 
     def at(self, step: int, epoch: int) -> None:
         """A step has ended; costs about a microsecond, so that every step can say so."""
@@ -91,8 +112,22 @@ def read(path: Path, rank: int) -> Doing | None:
     if not sequence:
         return None
     text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
-    host = data[_HOST_AT:].rstrip(b"\0").decode(errors="replace")
-    return Doing(rank=rank, pid=pid, step=step, epoch=epoch, since=since, what=text, host=host)
+    host, labels = (
+        d.rstrip(b"\0").decode(errors="replace") for d in (data[_HOST_AT:_LABELS_AT], data[_LABELS_AT:_EPOCH_AT])
+    )
+    epoch_step, steps = _EPOCH.unpack_from(data, _EPOCH_AT) if len(data) == _SIZE else (0, 0)
+    return Doing(
+        rank=rank,
+        pid=pid,
+        step=step,
+        epoch=epoch,
+        since=since,
+        what=text,
+        host=host,
+        labels=labels,
+        epoch_step=epoch_step,
+        steps=steps,
+    )
 
 
 def _whole(descriptor: int) -> bytes:

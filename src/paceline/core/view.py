@@ -13,6 +13,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     address: str = ""  # "ip:port" of its listener for channels
     local: str = ""  # name of its abstract unix socket, for passing descriptors on one host
+    labels: tuple[str, ...] = ()
     id: int = -1  # its number for life, where members come and go; else its rank
 
 

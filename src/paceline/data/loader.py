@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, NamedTuple, Never
 
@@ -27,14 +27,15 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.data.batches import Batches
 from paceline.data.fetch import Collate
 from paceline.data.files import Agree
+from paceline.data.kinds import Bound
 from paceline.data.mapped import MapFeed
 from paceline.data.partition import ByFile, Partition
 from paceline.data.randomness import mix
 from paceline.data.sampler import Deal
-from paceline.data.source import Feed, Terms, source_of
+from paceline.data.source import Feed, MapSource, Terms, source_of
 from paceline.data.uploads import UploadFeed
 
-_OPTIONS = ("collate", "drop_last", "pad", "partition", "prefetch", "seed", "shuffle", "workers")
+_OPTIONS = ("bound", "collate", "drop_last", "pad", "partition", "prefetch", "seed", "shuffle", "workers")
 _TORCH = {  # what a torch DataLoader calls things
     "num_workers": "use workers=",
     "prefetch_factor": "use prefetch=, the number of batches that all workers together fetch ahead",
@@ -69,6 +70,9 @@ class Loader:
     pad: a member that has run out before others gets fillers, with `last_real` 0, so that all loops end at
         the same step. Without it only real samples are handed out, for evaluation.
     agree: all-gather of one number, for `ByFile`.
+    bound: a label for each sample, as a sequence or a function of its index: only members that have the label train it;
+        None: anybody does. Needs `deal`.
+    labels: those that some member has.
     deal: who deals out batches as members ask for them; each then gets as many as it is fast.
     owed: whether gradients of batches that were handed out are kept for a later push, which then settles them.
     before: called when the user asks for a batch, before anything of it is counted.
@@ -100,6 +104,8 @@ class Loader:
         collate: Collate | None = None,
         agree: Agree | None = None,
         deal: Deal | None = None,
+        bound: Bound | None = None,
+        labels: tuple[str, ...] = (),
         owed: Callable[[], bool] = lambda: False,
         before: Callable[[], None] | None = None,
         draw: Callable[[int, int], None] | None = None,
@@ -122,6 +128,8 @@ class Loader:
             pad=pad,
             collate=collate,
             deal=deal,
+            bound=bound,
+            labels=labels,
         )
         self.source = source_of(dataset, self.terms, agree)
         self.dataset, self.batch_size, self.seed, self.epoch = dataset, self.terms.batch_size, seed, 0
@@ -164,6 +172,11 @@ class Loader:
         if batches is None:
             raise TypeError(f"the length of a loader over {type(self.dataset).__name__} is not known")
         return batches
+
+    @property
+    def dealt(self) -> bool:
+        """Whether members get batches as they ask for them."""
+        return isinstance(self.source, MapSource) and self.source.dealt
 
     @property
     def whole(self) -> int | None:
@@ -254,8 +267,35 @@ class Loader:
         `idle`: beside the one that has this rank, and to be handed the same batches, which count for nothing here.
         """
         self._idle = idle
+        self._turn_to(state, dataclasses.replace(self.terms, rank=rank, size=size, widths=()))
+
+    @property
+    def evenly(self) -> str:
+        """Why members' shares of a global batch cannot follow their speed; "": they can."""
+        return self.source.evenly
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Each member's samples of a global batch."""
+        return self.terms.widths or (self.batch_size,) * self.terms.size
+
+    def share(self, widths: Sequence[int]) -> None:
+        """From the next batch on member i gets widths[i] of each global batch, which stays as large as it was.
+
+        Called by all members with the same widths, between the same two steps.
+        """
+        if self.evenly:
+            raise ConfigError(f"the loader cannot give members unequal shares: {self.evenly}")
+        if len(widths) != self.terms.size or sum(widths) != self.terms.size * self.batch_size or min(widths) < 1:
+            raise ConfigError(f"widths={list(widths)}: {self.terms.size} numbers above 0 that add up to a global batch")
+        even = all(width == self.batch_size for width in widths)
+        coming = self._coming
+        self._turn_to(self.state_dict(), dataclasses.replace(self.terms, widths=() if even else tuple(widths)))
+        self._coming = coming
+
+    def _turn_to(self, state: dict[str, Any], terms: Terms) -> None:
         live = [batches for batches in self._live if batches.feed is self._feed and not batches.over]
-        self.terms = dataclasses.replace(self.terms, rank=rank, size=size)
+        self.terms = terms
         self.source = source_of(self.dataset, self.terms, self._agree)
         self.load_state_dict(state)
         if live and self.terms.pad:

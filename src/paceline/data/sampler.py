@@ -6,7 +6,8 @@ whose queue is empty before the others' takes part with a filler: samples it rep
 
 How far an epoch has come is kept as its history, `[[size, batch_size, batches], ...]`: so many global batches
 were taken by so many members. Replaying it on any number of members gives the samples that are left, so a run
-saved on two members goes on with four or one, and no sample is lost or visited twice.
+saved on two members goes on with four or one, and no sample is lost or visited twice. Where members had unequal
+shares (`widths`, which add up to size * batch_size), these stand behind: `[2, 8, batches, 10, 6]`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, Interrupted
+from paceline.data.kinds import Kinds, Parts
 from paceline.data.partition import Partition
 from paceline.data.randomness import mix, permutation
+from paceline.data.shares import deal as deal_out
 
 History = list[list[int]]
 
@@ -34,8 +37,11 @@ class Deal(Protocol):
     def deals(self) -> bool:
         """Whether epochs that begin now are dealt; else they are shared out evenly. All members have the same."""
 
-    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
-        """The next batch's number; `waits` is called now and then while it depends on others whether there is one."""
+    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None], bound: Parts = ()) -> int | None:
+        """The next batch's number; `waits` is called now and then while it depends on others whether there is one.
+
+        `bound`: to which labels the last ones of the batches are bound.
+        """
 
     def done(self, course: str, numbers: Sequence[int]) -> None:
         """These of the batches that this member was lent are trained."""
@@ -66,6 +72,7 @@ class Sampler:
     rank: int
     size: int
     drop_last: bool = False
+    widths: tuple[int, ...] = ()  # each member's samples of a global batch; (): batch_size each
 
     def __post_init__(self) -> None:
         self.partition.check(self.length, self.size)
@@ -80,19 +87,26 @@ class Sampler:
         """The way through the rest of an epoch."""
         order = permutation(self.length, seed, epoch) if self.shuffle else torch.arange(self.length)
         rest, done, before = order, 0, list(history)
-        if before and before[-1][:2] == [self.size, self.batch_size]:
+        if before and [*before[-1][:2], *before[-1][3:]] == [self.size, self.batch_size, *self.widths]:
             done = before.pop()[2]  # the same division goes on
-        for size, batch_size, batches in before:
+        for size, batch_size, batches, *widths in before:
             taken = torch.zeros(self.length, dtype=torch.bool)
-            for queue in self.partition.share(rest, self.length, size, batch_size):
-                taken[queue[: batches * batch_size]] = True
+            for queue, width in zip(self._queues(rest, size, batch_size, widths), widths or [batch_size] * size):
+                taken[queue[: batches * width]] = True
             rest = rest[~taken[rest]]
         return Course(self, seed, epoch, before, rest, done, spare=order[:1])
 
-    def dealt(self, seed: int, epoch: int, deal: Deal) -> DealtCourse:
+    def queues(self, rest: Tensor) -> list[Tensor]:
+        """Divide what is left of an epoch among the members."""
+        return self._queues(rest, self.size, self.batch_size, self.widths)
+
+    def _queues(self, rest: Tensor, size: int, batch_size: int, widths: Sequence[int]) -> list[Tensor]:
+        return deal_out(rest, widths) if widths else self.partition.share(rest, self.length, size, batch_size)
+
+    def dealt(self, seed: int, epoch: int, deal: Deal, kinds: Kinds | None = None) -> DealtCourse:
         """The way through an epoch of which this member gets batches as it asks for them."""
         order = permutation(self.length, seed, epoch) if self.shuffle else torch.arange(self.length)
-        return DealtCourse(self, seed, epoch, order, deal)
+        return DealtCourse(self, seed, epoch, order, deal, kinds or Kinds(None, self.length))
 
 
 class Course:
@@ -109,41 +123,41 @@ class Course:
         *,
         spare: Tensor,
     ) -> None:
-        size = sampler.size
         self.sampler, self.epoch, self.done = sampler, epoch, done
         self._before, self._seed, self._spare = before, seed, spare
         self._consumed_before = sampler.length - len(rest)
-        queues = sampler.partition.share(rest, sampler.length, size, sampler.batch_size)
+        queues = sampler.queues(rest)
         self.queue = queues[sampler.rank]
         self._lengths = [len(queue) for queue in queues]
+        self._widths = sampler.widths or (sampler.batch_size,) * sampler.size
+        self._width = self._widths[sampler.rank]
         if sampler.drop_last:  # a global batch counts as complete when every member's part is
-            self.batches = min(self._lengths) // sampler.batch_size
+            self.batches = min(length // width for length, width in zip(self._lengths, self._widths))
         else:
-            self.batches = -(-max(self._lengths) // sampler.batch_size)
+            self.batches = max(-(-length // width) for length, width in zip(self._lengths, self._widths))
 
     @property
     def own_batches(self) -> int:
         """How many of the batches have real samples on this member."""
-        return min(self.batches, -(-len(self.queue) // self.sampler.batch_size))
+        return min(self.batches, -(-len(self.queue) // self._width))
 
     def turns(self, pad: bool = True, *, wait: bool = True) -> Iterator[Turn]:
         """This member's part in each global batch from `done` on; without `pad`, no fillers."""
         return map(self.turn, range(self.done, self.batches if pad else self.own_batches))
 
     def turn(self, number: int) -> Turn:
-        width = self.sampler.batch_size
+        width = self._width
         indices = self.queue[number * width : (number + 1) * width]
         if len(indices):
             return Turn(number, indices, len(indices))
         # As many as the fullest member has: layers such as batch norm refuse a batch of one.
-        most = min(width, max(self._lengths) - number * width)
+        most = min(width, max(length - number * w for length, w in zip(self._lengths, self._widths)))
         own = self.queue[-most:] if len(self.queue) else self._spare
         return Turn(number, own.repeat(-(-most // len(own)))[:most], 0)
 
     def real(self, number: int) -> int:
         """How many real samples this member has in a global batch."""
-        width = self.sampler.batch_size
-        return max(0, min(width, len(self.queue) - number * width))
+        return max(0, min(self._width, len(self.queue) - number * self._width))
 
     def seed(self, number: int) -> int:
         """For what the dataset draws while it makes this member's part of a global batch."""
@@ -151,21 +165,23 @@ class Course:
 
     def consumed(self, done: int) -> int:
         """Samples of this epoch that all members together have consumed after `done` global batches."""
-        reach = done * self.sampler.batch_size
-        lengths = self._lengths[:1] if self.sampler.partition.whole else self._lengths
-        return self._consumed_before + sum(min(reach, length) for length in lengths)
+        queues = list(zip(self._lengths, self._widths))
+        queues = queues[:1] if self.sampler.partition.whole else queues
+        return self._consumed_before + sum(min(done * width, length) for length, width in queues)
 
     def history(self, done: int | None = None) -> History:
         done = self.done if done is None else done
-        now = [[self.sampler.size, self.sampler.batch_size, done]] if done else []
-        return self._before + now
+        now = [self.sampler.size, self.sampler.batch_size, done, *self.sampler.widths]
+        return [*self._before, now] if done else self._before
 
 
 class DealtCourse(Course):
-    """One epoch over all samples, whose batches any member may get. `done` counts those of this member."""
+    """One epoch over all samples, whose batches are lent to members. `done` counts those of this member."""
 
-    def __init__(self, sampler: Sampler, seed: int, epoch: int, order: Tensor, deal: Deal) -> None:
+    def __init__(self, sampler: Sampler, seed: int, epoch: int, order: Tensor, deal: Deal, kinds: Kinds) -> None:
         super().__init__(sampler, seed, epoch, [], order, 0, spare=order[:1])
+        self.queue, self._edges, self._bound = kinds.cut(order, sampler.batch_size, drop_last=sampler.drop_last)
+        self.batches = len(self._edges) - 1
         self._deal = deal
         self._name = f"{seed}/{epoch}"
         self._numbers: list[int] = []  # that this member was lent
@@ -179,12 +195,19 @@ class DealtCourse(Course):
     def turns(self, pad: bool = True, *, wait: bool = True) -> Iterator[Turn]:
         """The batches that this member is lent. `wait`: at the end, for those that others may lose."""
         while True:
-            number = self._deal.take(self._name, self.batches, wait=wait, waits=self._wait)
+            number = self._deal.take(self._name, self.batches, wait=wait, waits=self._wait, bound=self._bound)
             self._waiting = False
             if number is None:
                 return
             self._numbers.append(number)
             yield self.turn(number)
+
+    def turn(self, number: int) -> Turn:
+        indices = self.queue[self._edges[number] : self._edges[number + 1]]
+        return Turn(number, indices, len(indices))
+
+    def seed(self, number: int) -> int:
+        return mix(self._seed, self.epoch, self._edges[number], 0)  # the same whoever gets the batch
 
     def _wait(self) -> None:
         if self._stopped:
@@ -241,10 +264,11 @@ class DealtCourse(Course):
             self._rest_if_idle()
 
     def real(self, number: int) -> int:
-        return super().real(self._numbers[number])
+        number = self._numbers[number]
+        return self._edges[number + 1] - self._edges[number]
 
     def history(self, done: int | None = None) -> History:
         return []  # what all members have done is not known here: an epoch that is resumed begins anew
 
     def consumed(self, done: int) -> int:
-        return super().consumed(self._numbers[done]) if done < len(self._numbers) else 0
+        return self._edges[self._numbers[done]] if done < len(self._numbers) else 0

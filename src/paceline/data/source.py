@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from paceline.core.errors import ConfigError
 from paceline.data.fetch import Collate, TensorFetch, fetcher
 from paceline.data.files import Agree, FileFeed, Files
+from paceline.data.kinds import Bound, Kinds
 from paceline.data.mapped import MapFeed
 from paceline.data.partition import ByFile, Columns, Partition, Shuffled, Strided
 from paceline.data.sampler import Deal, Sampler
@@ -39,12 +40,17 @@ class Terms:
     pad: bool = True  # a member without samples takes part with a filler
     collate: Collate | None = None
     deal: Deal | None = None  # batches are dealt out as members ask for them, where no partition is given
+    bound: Bound | None = None  # each sample to members with a label
+    labels: tuple[str, ...] = ()  # that some member has
+    widths: tuple[int, ...] = ()  # unequal shares of a global batch, where the source can have them
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size}: a batch needs at least one sample")
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"rank={self.rank} of size={self.size}: rank must be from 0 to {self.size - 1}")
+        if self.bound is not None and self.partition is not None:
+            raise ConfigError(f"bound= with partition={self.partition}: leave out one of the two")
         if isinstance(self.partition, Shuffled) and not self.shuffle:
             raise ConfigError("partition=Shuffled() with shuffle=False: leave out one of the two")
 
@@ -69,9 +75,10 @@ class MapSource:
 
     def __init__(self, dataset: Any, terms: Terms, partition: Partition) -> None:
         self.length, self.terms = len(dataset), terms
-        self._dealt = terms.deal is not None and terms.partition is None and terms.pad
+        self.dealt = terms.deal is not None and terms.partition is None and terms.pad
         if not self.length:
             raise ConfigError(f"the dataset ({type(dataset).__name__}) is empty: check the path or the filter")
+        self._kinds = self._bound(terms)
         even = partial(
             Sampler,
             length=self.length,
@@ -80,8 +87,8 @@ class MapSource:
             batch_size=terms.batch_size,
             drop_last=terms.drop_last,
         )
-        self._even = even(rank=terms.rank, size=terms.size)
-        self.sampler = even(rank=0, size=1) if self._dealt else self._even
+        self._even = even(rank=terms.rank, size=terms.size, widths=() if self.evenly else terms.widths)
+        self.sampler = even(rank=0, size=1) if self.dealt else self._even
         self.fetch = fetcher(dataset, terms.collate)
         if isinstance(partition, Columns):
             self.fetch = self.fetch.cut(partial(partition.cut, rank=terms.rank, size=terms.size))
@@ -90,11 +97,26 @@ class MapSource:
     def in_memory(self) -> bool:
         return isinstance(self.fetch, TensorFetch)
 
+    @property
+    def evenly(self) -> str:
+        """Why members' shares of a global batch cannot follow their speed; "": they can."""
+        partition = self.terms.partition
+        if self.dealt:
+            return "its batches are dealt out as members ask for them, so a fast one gets more already"
+        if not self.terms.pad:
+            return "it is for evaluation"
+        if not isinstance(partition, Shuffled | None):
+            return f"partition={type(partition).__name__} says which member gets which samples"
+        return ""
+
     @cached_property
     def batches(self) -> int | None:
         course = self.sampler.begin(0, 0, [])
-        if self._dealt:
-            return -(-course.batches // self.terms.size)  # where all are equally fast
+        if self.dealt:
+            batches = (
+                len(self._kinds.cut(course.queue, self.terms.batch_size, drop_last=self.terms.drop_last).edges) - 1
+            )
+            return -(-batches // self.terms.size)  # where all are equally fast
         return course.batches if self.terms.pad else course.own_batches
 
     def left(self, seed: int, epoch: int, state: dict[str, Any]) -> int | None:
@@ -103,18 +125,36 @@ class MapSource:
         return (course.batches if self.terms.pad else course.own_batches) - course.done
 
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
-        if self._dealt:
+        if self.dealt:
             assert self.terms.deal is not None
             if not self.terms.deal.deals:
+                if self.terms.bound is not None:
+                    raise _not_dealt("after a turn to sync")
                 return MapFeed(self.fetch, self._even.begin(seed, epoch, []), self.terms.pad)
-            return MapFeed(self.fetch, self.sampler.dealt(seed, epoch, self.terms.deal), self.terms.pad)
+            return MapFeed(self.fetch, self.sampler.dealt(seed, epoch, self.terms.deal, self._kinds), self.terms.pad)
         return MapFeed(self.fetch, self.sampler.begin(seed, epoch, state.get("history", [])), self.terms.pad)
+
+    def _bound(self, terms: Terms) -> Kinds:
+        kinds = Kinds(terms.bound, self.length)
+        if terms.bound is not None:
+            kinds.check(terms.labels)
+            if not self.dealt and terms.size > 1:
+                raise _not_dealt("here" if terms.pad else "in a loader without pad")
+        return kinds
+
+
+def _not_dealt(where: str) -> ConfigError:
+    return ConfigError(
+        f"bound= needs batches that are lent to workers as they ask, and {where} all have a part in every step: "
+        "use --strategy async or bounded(...) with server processes (--servers K)"
+    )
 
 
 class StreamSource:
     """An iterable dataset, read whole by every member."""
 
     in_memory = False
+    evenly = "every member reads the whole stream and takes its own batches"
 
     def __init__(self, dataset: Any, terms: Terms) -> None:
         self.dataset, self.terms = dataset, terms
@@ -145,6 +185,7 @@ class FileSource:
     """A dataset in files, of which each member opens only its own."""
 
     in_memory = False
+    evenly = "every member reads files of its own"
     batches = None  # unknown before all files have been read
 
     def __init__(self, dataset: Files, terms: Terms, agree: Agree | None) -> None:
@@ -170,6 +211,8 @@ Source = MapSource | StreamSource | FileSource | UploadSource
 def source_of(dataset: Any, terms: Terms, agree: Agree | None) -> Source:
     """Find out what `dataset` is; a ConfigError says what is missing."""
     kind, partition = type(dataset).__name__, terms.partition
+    if terms.bound is not None and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ConfigError(f"bound= needs a dataset with __getitem__ and __len__, not {kind}")
     if isinstance(dataset, Uploads):
         if partition is not None or not terms.pad or terms.drop_last:
             raise ConfigError("uploads go to the members as they come, once: leave out partition=, pad= and drop_last=")

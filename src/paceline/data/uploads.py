@@ -113,6 +113,7 @@ class UploadSource:
     """The samples that outsiders upload."""
 
     in_memory = True  # fetching them in other processes gains nothing
+    evenly = "uploads go to the members as they come"
     batches = None  # nobody knows
     length = None
 

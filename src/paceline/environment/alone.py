@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.environment.place import Place, this_host
+from paceline.environment.place import Place, labels_in, this_host
 
 
 def detect(env: Mapping[str, str]) -> Place:
-    return Place(kind="alone", host=this_host())
+    return Place(kind="alone", host=this_host(), labels=labels_in(env))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.core.errors import ConfigError
-from paceline.environment.place import Place, below, given, this_host, whole
+from paceline.environment.place import LABELS, Place, below, given, labels_in, this_host, whole
 
 VARIABLES = (
     "PACELINE_RANK",
@@ -20,12 +20,13 @@ VARIABLES = (
     "PACELINE_RENDEZVOUS",
     "PACELINE_SCHEDULER",
     "PACELINE_TOKEN",
+    LABELS,
 )
 _STARTER = "paceline run"
 
 
 def detect(env: Mapping[str, str]) -> Place | None:
-    if not any(env.get(v) for v in VARIABLES):
+    if not any(env.get(v) for v in VARIABLES if v != LABELS):
         return None
     elastic = bool(env.get("PACELINE_SCHEDULER"))
     address = _address(env, "PACELINE_SCHEDULER" if elastic else "PACELINE_RENDEZVOUS")
@@ -40,6 +41,7 @@ def detect(env: Mapping[str, str]) -> Place | None:
         rendezvous="" if elastic else address,
         scheduler=address if elastic else "",
         token=given(env, "PACELINE_TOKEN", _STARTER),
+        labels=labels_in(env),
     )
     if elastic and env.get("PACELINE_RENDEZVOUS"):
         raise ConfigError(
@@ -62,7 +64,7 @@ def variables(place: Place) -> dict[str, str]:
     True
     """
     numbers = (place.rank, place.size, place.local_rank, place.local_size, place.servers)
-    texts = (*map(str, numbers), place.rendezvous, place.scheduler, place.token)
+    texts = (*map(str, numbers), place.rendezvous, place.scheduler, place.token, ",".join(place.labels))
     return {name: text for name, text in zip(VARIABLES, texts, strict=True) if text}
 
 

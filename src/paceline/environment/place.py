@@ -14,6 +14,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.core.errors import ConfigError
+from paceline.core.labels import parse
+
+LABELS = "PACELINE_LABELS"  # set by `paceline run`; under torchrun and alone, by the user
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +32,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str = ""  # "ip:port"; only for kind "paceline"
     scheduler: str = ""  # "ip:port", in place of a rendezvous where members come and go; `rank` is then the id
     token: str = ""  # of the run; only for kind "paceline"
+    labels: tuple[str, ...] = ()  # what this member was told to have; see `core.labels`
 
     @property
     def workers(self) -> int:
@@ -49,6 +53,14 @@ def this_host() -> str:
     except OSError:  # no /proc: the host name must do
         pass
     return "-".join(parts)
+
+
+def labels_in(env: Mapping[str, str]) -> tuple[str, ...]:
+    """
+    >>> labels_in({"PACELINE_LABELS": "gpu,site-a"})
+    ('gpu', 'site-a')
+    """
+    return parse(env.get(LABELS, ""), LABELS)
 
 
 def whole(env: Mapping[str, str], variable: str, starter: str, least: int = 0) -> int:

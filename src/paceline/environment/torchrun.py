@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.environment.place import Place, below, given, this_host, whole
+from paceline.environment.place import Place, below, given, labels_in, this_host, whole
 
 _STARTER = "torchrun"
 # MASTER_ADDR alone means nothing: some sites export it in every shell.
@@ -26,5 +26,6 @@ def detect(env: Mapping[str, str]) -> Place | None:
         local_rank=whole(env, "LOCAL_RANK", _STARTER),
         local_size=whole(env, "LOCAL_WORLD_SIZE", _STARTER, least=1),
         host=this_host(),
+        labels=labels_in(env),
     )
     return below(place, "{}RANK", "{}WORLD_SIZE")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
-from paceline.core.words import read
 
 # Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
 _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
@@ -20,13 +19,7 @@ def check(settings: Settings) -> None:
 
 
 def check_elastic(settings: Settings) -> None:
-    """Refuse what members cannot come to and go from yet."""
-    name = read(settings.strategy, "strategy").name
-    if name != "allreduce":
-        raise ConfigError(
-            f"-n MIN:MAX does not go with --strategy {name} yet: only all-reduce forms its groups anew when members "
-            "come and go; give one number (-n 4), or --strategy allreduce"
-        )
+    """Refuse what members of all-reduce cannot come to and go from."""
     if settings.transport in ("gloo", "nccl"):
         raise ConfigError(
             f"-n MIN:MAX does not go with --transport {settings.transport}: torch's groups end with the first member "
@@ -35,6 +28,20 @@ def check_elastic(settings: Settings) -> None:
     if settings.servers != "auto":
         raise ConfigError(
             f"-n MIN:MAX does not go with --servers {settings.servers}: all-reduce has no servers; leave it out"
+        )
+
+
+def check_fixed(settings: Settings) -> None:
+    """Refuse what needs members that may come and go."""
+    if settings.lr_rule != "keep":
+        raise ConfigError(
+            f"--lr-rule {settings.lr_rule}: the learning rate follows the number of members in elastic runs of "
+            "all-reduce; give -n MIN:MAX, or leave it out"
+        )
+    if settings.stragglers == "drop":
+        raise ConfigError(
+            "--stragglers drop: members can leave only a run that goes on without them; give -n MIN:MAX, or use "
+            "--stragglers tell or less"
         )
 
 

@@ -31,6 +31,7 @@ from paceline.environment import this_host
 from paceline.environment.paceline import VARIABLES
 from paceline.launch import reach, record
 from paceline.launch.background import Background
+from paceline.launch.finishing import made_good
 from paceline.launch.keeper import Keeper
 from paceline.launch.kit import Kit, work_of
 from paceline.launch.plan import told
@@ -191,7 +192,10 @@ class ElasticJob:
                 self._line.close()
             if self._posts:
                 self._posts.close()
-        return replace(self._crew.outcome(), unfinished=bool(self.reason))
+        outcome = replace(self._crew.outcome(), unfinished=bool(self.reason))
+        if self._crew.over == "" and not outcome.stopped_by:
+            outcome = made_good(outcome, self.dir, self._record.run.started, self._say)
+        return outcome
 
     @property
     def _others(self) -> bool:

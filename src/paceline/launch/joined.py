@@ -28,6 +28,7 @@ class JoinedHost:
     """This host, as `name` and with room for `slots` members. `run` works in the thread that calls it.
 
     Args:
+        labels: of the members here.
         say: gets what happens here, in a line.
     """
 
@@ -38,6 +39,7 @@ class JoinedHost:
         slots: int,
         show: Show,
         *,
+        labels: tuple[str, ...] = (),
         drain_s: float = 10.0,
         notice_s: float = 3.0,
         grace_s: float = 5.0,
@@ -50,7 +52,7 @@ class JoinedHost:
         self.slots = min(slots, work.most)
         self.dir = Path(work.settings.root) / work.settings.name
         self._limit_s = work.settings.wait_limit_s
-        kit = Kit(spec_of(work), where.token, self.slots)
+        kit = Kit(spec_of(work, labels), where.token, self.slots)
         kit.reach(where.address)
         self._crew = Crew(
             kit.means(self.dir / "logs"),

@@ -88,7 +88,7 @@ def work_of(spec: JobSpec, settings: Settings) -> Work:
     )
 
 
-def spec_of(work: Work) -> JobSpec:
+def spec_of(work: Work, labels: tuple[str, ...] = ()) -> JobSpec:
     """The run as a host that joins starts its members."""
     if not Path(work.cwd).is_dir():
         raise ConfigError(
@@ -102,6 +102,7 @@ def spec_of(work: Work) -> JobSpec:
         settings=work.settings,
         threads=work.threads,
         elastic=Elastic(least=1, most=work.most, standbys=work.standbys),
+        labels=labels,
         env=work.env,
         cwd=work.cwd,
         python=sys.executable,

@@ -15,6 +15,7 @@ from paceline.launch import record, servers
 from paceline.launch.background import Background
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.plan import plan, told
+from paceline.launch.replacing import Replacements
 from paceline.launch.resuming import Resuming
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Agent, Outcome
@@ -51,7 +52,8 @@ class Local:
 class LocalJob:
     """A run on this host. Its members end when this process does, however it ends.
 
-    Where a server process is lost, all members are started again and go on from the last checkpoint (`resuming`).
+    Where a server process is lost, all members are started again and go on from the last checkpoint (`resuming`); a
+    lost worker is started again by itself, if so wished (`replacing`).
     """
 
     def __init__(
@@ -96,6 +98,11 @@ class LocalJob:
     def logs(self) -> dict[int, Path]:
         return {rank: self.dir / "logs" / f"rank-{rank}.log" for rank in range(self._size)}
 
+    @property
+    def reason(self) -> str:
+        """Why the run could not go on; "": it could, or what failed says so itself."""
+        return self._again.reason if self._again else ""
+
     def poll(self) -> int | None:
         outcome = self._background.poll()
         return outcome.code if outcome else None
@@ -137,14 +144,17 @@ class LocalJob:
         """Make ready to start all members."""
         lost.write(self.dir, ())
         self._losses.clear()
-        self._rendezvous = Rendezvous(self._size, self.settings, self.token)
+        replacing, workers = self._spec.replacing, self._spec.num_members
+        self._again = Replacements(replacing, self.dir, workers, self._say) if replacing else None
+        self._rendezvous = Rendezvous(self._size, self.settings, self.token, replaces=replacing is not None)
         self._agent = Agent(
             plan(self._spec, self._rendezvous.address, self.token),
             self._show,
             logs=self.dir / "logs",
             notice_s=self._notice_s,
             grace_s=self._grace_s,
-            losable=range(1, self._spec.num_members) if self._spec.forgives else (),
+            losable=range(0 if replacing else 1, workers) if self._spec.forgives or replacing else (),
+            again=self._again,
             on_started=self._started,
             on_ended=self._ended,
             on_lost=self._lost,
@@ -152,17 +162,20 @@ class LocalJob:
 
     def _started(self, pids: list[int]) -> None:
         self._pids = pids
-        self._record.started(pids)
+        with contextlib.suppress(OSError) if self._again else contextlib.nullcontext():  # it may run for long by then
+            self._record.started(pids)
 
     def _ended(self, rank: int, code: int) -> None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._rendezvous.gone(rank, how)
 
     def _lost(self, rank: int, code: int) -> None:
-        gate = servers.turned(self.dir / "events" / "rank-0.jsonl", self._record.run.started)
+        gate = "" if self._again else servers.turned(self.dir / "events" / "rank-0.jsonl", self._record.run.started)
         if gate and not servers.forgives(gate, 1):
             return  # the others fail of it, and the end says so
-        self._losses.append(lost.Lost(rank=rank, how=lost.how(code), at=time.time()))
+        again = self._again is not None and self._again.replaces(rank)
+        self._losses.append(lost.Lost(rank=rank, how=lost.how(code), at=time.time(), again=again))
         with contextlib.suppress(OSError):  # a full disk must not stop the others
             lost.write(self.dir, self._losses)
-        self._on_lost(rank, lost.how(code))
+        if not self._again:  # who tells more of it
+            self._on_lost(rank, lost.how(code))

@@ -40,6 +40,7 @@ TRANSPORTS = ("auto", "own", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 PROGRESS = ("auto", "rich", "plain", "off")
 LR_RULES = ("keep", "linear", "sqrt")
+STRAGGLERS = ("tell", "less", "drop")
 
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]*")
 
@@ -83,6 +84,10 @@ def progress(text: str) -> str:
 
 def lr_rule(text: str) -> str:
     return _one_of(text, LR_RULES, "lr_rule")
+
+
+def stragglers(text: str) -> str:
+    return _one_of(text, STRAGGLERS, "stragglers")
 
 
 def device(text: str) -> str:

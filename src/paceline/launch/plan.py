@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from paceline.core.labels import labels_of
 from paceline.core.settings import Settings
 from paceline.environment.paceline import VARIABLES, variables
 from paceline.environment.place import Place
@@ -41,6 +42,7 @@ def plan(spec: JobSpec, address: str, token: str, *, slots: int | None = None) -
             rendezvous="" if spec.elastic else address,
             scheduler=address if spec.elastic else "",
             token=token,
+            labels=labels_of(spec.labels, rank) if spec.elastic or rank < spec.num_members else (),
         )
         env = common | variables(place)
         terminal = spec.terminal and rank == 0

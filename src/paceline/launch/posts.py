@@ -1,8 +1,8 @@
 """Agents on other hosts, started by the launcher: where a file says that there are hosts, or a program.
 
-Each line is a host's name and its slots; the list is read again every few seconds. On a host that appears an agent is
-started, over ssh unless another way is given; one that vanishes is drained. An agent gets where to go, with the token,
-on its standard input, and drains when that ends: so it also ends when the launcher does.
+Each line is a host's name, its slots and its members' labels; the list is read again every few seconds. On a host that
+appears an agent is started, over ssh unless another way is given; one that vanishes is drained. An agent gets where to
+go, with the token, on its standard input, and drains when that ends: so it also ends when the launcher does.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from paceline.core import labels
 from paceline.core.errors import ConfigError
 from paceline.core.lost import how
 from paceline.launch.reach import Reach
@@ -38,10 +40,17 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*")
 _MEMBER = re.compile(r"\[ *(\d+)\] (.*)", re.DOTALL)
 
 
-def read(source: str) -> dict[str, int]:
-    """Slots by name, from a file or from what a program prints; ConfigError says what is wrong with it.
+class Room(NamedTuple):
+    """What a host has for members."""
 
-    Blank lines and what follows a # do not count; a host without a number has one slot.
+    slots: int = 1
+    labels: tuple[str, ...] = ()
+
+
+def read(source: str) -> dict[str, Room]:
+    """Hosts by name, from a file or from what a program prints; ConfigError says what is wrong with it.
+
+    Blank lines and what follows a # do not count; a host without a number has one slot, and without labels none.
     """
     path = Path(source)
     if not path.is_file():
@@ -60,24 +69,25 @@ def read(source: str) -> dict[str, int]:
     return parse(done.stdout, source)
 
 
-def parse(text: str, source: str) -> dict[str, int]:
+def parse(text: str, source: str) -> dict[str, Room]:
     """
-    >>> parse("a 4  # the large one\\n\\nb\\n", "hosts.txt")
-    {'a': 4, 'b': 1}
+    >>> parse("a 4 gpu,site-a  # the large one\\n\\nb\\n", "hosts.txt")
+    {'a': Room(slots=4, labels=('gpu', 'site-a')), 'b': Room(slots=1, labels=())}
     """
-    found: dict[str, int] = {}
+    found: dict[str, Room] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         slots = words[1] if len(words) > 1 else "1"
-        if len(words) > 2 or not _NAME.fullmatch(words[0]) or not slots.isdecimal() or not 0 < int(slots) <= 10_000:
+        if len(words) > 3 or not _NAME.fullmatch(words[0]) or not slots.isdecimal() or not 0 < int(slots) <= 10_000:
             raise ConfigError(
-                f"{source}:{number}: {line.strip()!r} is not a host's name and its slots, as in 'node7 4'"
+                f"{source}:{number}: {line.strip()!r} is not a host's name, slots and labels, as in 'node7 4' or "
+                "'node7 4 gpu,site-a'"
             )
         if words[0] in found:
             raise ConfigError(f"{source}:{number}: host {words[0]!r} stands there twice")
-        found[words[0]] = int(slots)
+        found[words[0]] = Room(int(slots), labels.parse(words[2] if len(words) > 2 else "", f"{source}:{number}"))
     return found
 
 
@@ -91,11 +101,22 @@ def reachable(source: str) -> str:
     raise ConfigError(f"which address of this host do those of {source} reach? give --listen ADDRESS")
 
 
+def command(name: str, room: Room) -> list[str]:
+    """What starts the agent of a host, there.
+
+    >>> command("node7", Room(4, ("gpu",)))[2:]
+    ['paceline', 'agent', '--join', '-', '--name', 'node7', '--slots', '4', '--label', 'gpu']
+    """
+    labels = (word for label in room.labels for word in ("--label", label))
+    agent = ["paceline", "agent", "--join", "-", "--name", name, "--slots", str(room.slots)]
+    return [sys.executable, "-m", *agent, *labels]
+
+
 @dataclass
 class _Post:
     """One host."""
 
-    slots: int
+    room: Room
     process: subprocess.Popen[bytes] | None = None
     began: float = 0.0
     fails: int = 0  # in a row
@@ -148,8 +169,8 @@ class Posts:
             if now - looked_at >= _LOOK_S:
                 self._look()
                 looked_at = now
-            for name, slots in self._wanted.items():
-                self._posts.setdefault(name, _Post(slots))
+            for name, room in self._wanted.items():
+                self._posts.setdefault(name, _Post(room))
             for name, post in list(self._posts.items()):
                 self._turn(name, post, now)
 
@@ -162,7 +183,7 @@ class Posts:
                 self._say(f"warning: {error}; the hosts that are known stay")
 
     def _turn(self, name: str, post: _Post, now: float) -> None:
-        wanted = self._wanted.get(name) == post.slots
+        wanted = self._wanted.get(name) == post.room
         if post.process and post.process.poll() is not None:
             code, post.process = post.process.returncode, None
             if wanted and post.leaves_by is None:
@@ -188,11 +209,10 @@ class Posts:
 
     def _start(self, name: str, post: _Post) -> None:
         way = [word.replace("{host}", name) for word in shlex.split(self._elastic.start_on)]
-        agent = [sys.executable, "-m", "paceline", "agent", "--join", "-", "--name", name, "--slots", str(post.slots)]
         pipe = subprocess.PIPE
         try:
             post.process = subprocess.Popen(
-                [*way, *map(shlex.quote, agent)],
+                [*way, *map(shlex.quote, command(name, post.room))],
                 stdin=pipe,
                 stdout=pipe,
                 stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ from types import TracebackType
 
 import msgspec
 
+from paceline.core import queue
 from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
@@ -57,6 +58,7 @@ class Record:
         )
         for old in (self.dir / "status").glob("rank-*"):  # of members that are gone
             old.unlink(missing_ok=True)
+        queue.clear(self.dir)
         if settings.fresh:
             for old in (self.dir / "logs").glob("rank-*.log"):
                 old.unlink(missing_ok=True)

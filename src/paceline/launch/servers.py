@@ -14,8 +14,15 @@ _SERVED = ("sync", "bounded", "async")
 _WORKERS_PER_SERVER = 4  # one server applies the pushes of so many workers while they compute the next
 
 
-def choose(strategy: str, servers: str, workers: int) -> tuple[int, str]:
+def served(strategy: str) -> bool:
+    """Whether a strategy, in words, has servers."""
+    return read(strategy, "strategy").name in _SERVED
+
+
+def choose(strategy: str, servers: str, workers: int, *, replaces: bool = False) -> tuple[int, str]:
     """Server processes for so many workers, and the reason; 0 where shards live with the workers, or there are none.
+
+    `replaces`: lost workers are started again, which takes servers that outlive them.
 
     >>> choose("async", "auto", 6)
     (2, '2 servers for 6 workers: one for each 4; a lost worker takes no parameters with it')
@@ -27,13 +34,18 @@ def choose(strategy: str, servers: str, workers: int) -> tuple[int, str]:
         if servers != "auto":
             raise ConfigError(f"--servers {servers}: {name} has no servers; use --strategy {', '.join(_SERVED)}")
         return 0, ""
-    if workers == 1 and servers in ("auto", "colocated"):
+    if replaces and servers == "colocated":
+        raise ConfigError(
+            "--servers colocated: a part of the parameters lives with every worker, so a lost one cannot be replaced; "
+            "leave it out, or --replacements and MIN:MAX"
+        )
+    if workers == 1 and servers in ("auto", "colocated") and not replaces:
         return 0, ""
     if servers == "colocated":
         return 0, "a shard with every worker, as asked for"
     if servers != "auto":
         return int(servers), f"{servers} server{'s' if servers != '1' else ''}, as asked for"
-    if not _lets_go(strategy):
+    if not _lets_go(strategy) and not replaces:
         return 0, "a shard with every worker: sync spreads the load as evenly as a ring does"
     count = -(-workers // _WORKERS_PER_SERVER)
     each = f"one for each {_WORKERS_PER_SERVER}" if count > 1 else f"one is enough for up to {_WORKERS_PER_SERVER}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from paceline.core import labels
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.membership.agent import Outcome
@@ -42,6 +43,11 @@ class Elastic:
             raise ConfigError(f"silence_s={self.silence_s:g}: give a time above 0")
         if self.slots is not None and self.slots < 0:
             raise ConfigError(f"slots={self.slots}: give 0 or more")
+        if self.own_slots < self.least and not (self.listen or self.hosts):
+            raise ConfigError(
+                f"slots={self.slots}: this host alone cannot have the {self.least} members that are needed at least; "
+                "give --listen or --hosts, or more slots"
+            )
         if self.listen and _is_everywhere(self.listen):
             raise ConfigError(f"listen={self.listen!r}: name the one address of this host on which the others reach it")
         if "{host}" not in self.start_on:
@@ -51,6 +57,18 @@ class Elastic:
     def own_slots(self) -> int:
         """How many members the launcher's host may have."""
         return min(self.most, (0 if self.hosts else self.most) if self.slots is None else self.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacing:
+    """What is done about lost workers of a run with server processes."""
+
+    least: int = 1  # with fewer left, and none to come, the run ends
+    replacements: int = 3  # per worker
+
+    def __post_init__(self) -> None:
+        if self.least < 1 or self.replacements < 0:
+            raise ConfigError(f"least={self.least}, replacements={self.replacements}: at least 1, and 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +84,8 @@ class JobSpec:
     threads: int | None = None  # per member; None: its share of the cores
     forgives: bool = False  # the run goes on when a worker other than the first is lost
     elastic: Elastic | None = None  # members may come and go
+    labels: tuple[str, ...] = ()  # of the members on this host; "gpu:0,1": of these alone
+    replacing: Replacing | None = None  # with server processes: lost workers are started again
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's own
     cwd: str | None = None
     python: str = sys.executable
@@ -76,11 +96,18 @@ class JobSpec:
             raise ConfigError(f"num_members={self.num_members}: a run has at least one member")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads={self.threads}: a member needs at least one thread")
+        if self.replacing and (self.elastic or not self.num_servers):
+            raise ConfigError("replacing: lost workers are replaced where there are server processes, and no scheduler")
+        if self.replacing and self.replacing.least > self.num_members:
+            raise ConfigError(f"least={self.replacing.least} of {self.num_members} members: give fewer")
         if self.elastic and not self.elastic.least <= self.num_members <= self.elastic.most:
             raise ConfigError(
                 f"num_members={self.num_members} is not within {self.elastic.least}:{self.elastic.most}, which the run "
                 "may have"
             )
+        most = self.elastic.most if self.elastic else self.num_members
+        if others := sorted(id for id in labels.members_of(self.labels) if id >= most):
+            raise ConfigError(f"labels={self.labels}: there is no member {others[0]}, only 0 to {most - 1}")
 
     @property
     def size(self) -> int:

@@ -4,8 +4,9 @@ behind.
 Runs in the launcher's process, on one thread that lives as long as the members. It knows nothing of
 training: a busy member cannot look dead to it, since it watches processes and not their answers.
 
-When a member fails, the others are given a moment to notice and end by themselves, so that their last words
-are their own; then they get SIGTERM, and SIGKILL if they are still there some seconds later.
+Some members may be lost, and started again (`Again`), while the others go on. When one fails that is needed, the others
+are given a moment to notice and end by themselves, so that their last words are their own; then they get SIGTERM, and
+SIGKILL if they are still there some seconds later.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from paceline.core.errors import PacelineError
 from paceline.membership.process import Process, Show, Start
 from paceline.membership.watch import Watch
 
@@ -67,12 +70,13 @@ class Outcome:
     ended: tuple[Ended, ...]
     stopped_by: int = 0  # the signal with which `stop` was called
     unfinished: bool = False  # the run could not go on, though perhaps no process failed
+    replaced: tuple[Ended, ...] = ()  # those that were started again
 
     @property
     def lost(self) -> list[Ended]:
         """Those that failed while the others went on."""
         first = self.first_failed
-        return [e for e in self.ended if e.failed and e.losable and (not first or e.at < first.at)]
+        return [e for e in (*self.replaced, *self.ended) if e.failed and e.losable and (not first or e.at < first.at)]
 
     @property
     def first_failed(self) -> Ended | None:
@@ -94,6 +98,28 @@ class Outcome:
         return int(self.unfinished)
 
 
+class Again(Protocol):
+    """Who decides about members that are lost; see `paceline.launch.replacing`."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether members can be replaced by now."""
+
+    @property
+    def reason(self) -> str:
+        """Why the run cannot go on; "": it can."""
+
+    @property
+    def joining(self) -> Collection[int]:
+        """Ranks that were started again and do not take part yet."""
+
+    def lost(self, rank: int, pid: int, code: int) -> float | None:
+        """In how many seconds it is started again; None: not any more."""
+
+    def started(self, rank: int, pid: int) -> None: ...
+    def look(self) -> None: ...
+
+
 class Agent:
     """Runs the members of one host to their end."""
 
@@ -104,6 +130,7 @@ class Agent:
         *,
         logs: Path | None = None,
         losable: Sequence[int] = (),  # ranks whose failure stops nobody
+        again: Again | None = None,  # those of them that are started again
         notice_s: float = 3.0,  # for the others to notice a failure
         grace_s: float = 5.0,  # between SIGTERM and SIGKILL
         on_started: Callable[[list[int]], None] = lambda pids: None,
@@ -114,6 +141,10 @@ class Agent:
         self._show = show
         self._logs = logs
         self._losable = frozenset(losable)
+        self._again = again
+        self._due: dict[int, float] = {}  # by rank: when it is started again
+        self._replaced: list[Process] = []
+        self._needed: set[int] = set()  # processes of losable ranks without which the others cannot go on
         self._notice_s = notice_s
         self._grace_s = grace_s
         self._on_started = on_started
@@ -135,11 +166,13 @@ class Agent:
         """
         with Watch() as watch:
             self._start_all(watch)
-            while watch.processes:
+            while watch.processes or self._due:
                 self._turn(watch)
+                self._start_due(watch)
         with self._lock:
             self._over = True
-        return Outcome(tuple(self._ending(p) for p in self._processes), self._stopped_by)
+        ended, replaced = (tuple(map(self._ending, ps)) for ps in (self._processes, self._replaced))
+        return Outcome(ended, self._stopped_by, replaced=replaced)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ask all to stop; a second time, kill them. May be called from any thread; `number` says why."""
@@ -175,17 +208,54 @@ class Agent:
     def _turn(self, watch: Watch) -> None:
         for process in watch.turn():
             assert process.code is not None
-            fatal = process.code and process.rank not in self._asked and process.rank not in self._losable
-            if fatal and self._failed_at is None:
-                self._failed_at = time.monotonic()
-            if process.code and not fatal and process.rank not in self._asked and self._failed_at is None:
-                self._on_lost(process.rank, process.code)
+            if process.code and process.rank not in self._asked:
+                self._note_failure(process)
             self._on_ended(process.rank, process.code)
         now = time.monotonic()
         if self._failed_at and not self._asked_at and now - self._failed_at >= self._notice_s:
             self._ask()
         if self._asked_at and not self._killed and now - self._asked_at >= self._grace_s:
             self._kill()
+
+    def _note_failure(self, process: Process) -> None:
+        assert process.code is not None
+        again, losable = self._again, process.rank in self._losable
+        if losable and again and self._failed_at is None:
+            losable = again.begun
+            if losable and (wait_s := again.lost(process.rank, process.pid, process.code)) is not None:
+                self._due[process.rank] = time.monotonic() + wait_s
+            losable = losable and not again.reason
+        if not losable:
+            self._needed.add(process.pid)
+            self._failed_at = self._failed_at or time.monotonic()
+        elif self._failed_at is None:
+            self._on_lost(process.rank, process.code)
+
+    def _start_due(self, watch: Watch) -> None:
+        """Start again who is due, unless the run comes to its end."""
+        if self._again is None:
+            return
+        self._again.look()
+        finished = any(p.code == 0 for p in self._processes)
+        if self._failed_at or self._asked_at or finished:
+            self._due.clear()
+        for rank in self._again.joining if finished else ():  # there is nothing left for them to do
+            self._asked.add(rank)
+            self._processes[rank].signal(signal.SIGKILL)
+        for rank in [rank for rank, at in self._due.items() if time.monotonic() >= at]:
+            del self._due[rank]
+            log = self._logs / f"rank-{rank}.log" if self._logs else None
+            try:
+                process = watch.start(self._starts[rank], self._show, log)
+            except PacelineError as error:  # no room for it now: that counts as one more loss
+                self._show.line(rank, "err", f"paceline: {error}")
+                self._note_failure(self._processes[rank])
+                continue
+            with self._lock:
+                self._replaced.append(self._processes[rank])
+                self._processes[rank] = process
+            self._again.started(rank, process.pid)
+            self._on_started([p.pid for p in self._processes])
 
     def _ask(self) -> None:
         self._send(signal.SIGTERM)
@@ -204,4 +274,5 @@ class Agent:
 
     def _ending(self, process: Process) -> Ended:
         rank = process.rank
-        return Ended.of(process, asked=rank in self._asked, losable=rank in self._losable)
+        losable = rank in self._losable and process.pid not in self._needed
+        return Ended.of(process, asked=rank in self._asked and process not in self._replaced, losable=losable)

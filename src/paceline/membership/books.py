@@ -22,7 +22,7 @@ To: TypeAlias = int | str  # a member's id, or a host's name
 Order: TypeAlias = Standing | NewView | Drain | Noted | Refused | Start | Stop | Over
 
 _PATIENCE = 3  # silences between a loss and the end of a process that still runs: it may come back
-_BACK_OFF_S, _BACK_OFF_MOST_S = 0.5, 30.0
+BACK_OFF_S, BACK_OFF_MOST_S = 0.5, 30.0
 
 
 class Books:
@@ -76,7 +76,7 @@ class Books:
         return _PATIENCE * self.rules.silence_s
 
     def back_off_s(self, seat: Seat) -> float:
-        return min(_BACK_OFF_MOST_S, _BACK_OFF_S * (1 << min(seat.fails, 16)))
+        return min(BACK_OFF_MOST_S, BACK_OFF_S * (1 << min(seat.fails, 16)))
 
     def say(self, to: To, order: Order) -> None:
         self.dirty = True

@@ -128,7 +128,7 @@ class Forming:
             return
         base = run.old if run.pending else run.ids
         finished = any(self._seat(i).state == "finished" for i in run.ids)
-        if run.home and any(self._stays(i) for i in run.ids):  # they go too
+        if run.home and any(self._stays(i) and self._seat(i).draining for i in run.ids):  # they go too
             return
         if not finished and self._dark(base, now):
             return

@@ -20,7 +20,7 @@ class Hosts:
     >>> hosts = Hosts(silence_s=3.0)
     >>> hosts.came("a", 2, now=0.0).slots
     2
-    >>> hosts.place(), hosts.silenced(now=4.0), hosts.place()
+    >>> hosts.place(0), hosts.silenced(now=4.0), hosts.place(0)
     ('a', ['a'], None)
     """
 
@@ -71,9 +71,11 @@ class Hosts:
         """How many more members could be started now."""
         return sum(max(0, h.slots - len(h.running)) for h in self.seen.values() if h.usable and self.live(h.name))
 
-    def place(self) -> str | None:
-        """Where to start the next one: fewest failures first, then who came first."""
-        open_ = [h for h in self.seen.values() if h.usable and self.live(h.name) and len(h.running) < h.slots]
+    def place(self, id: int) -> str | None:
+        """Where to start this one: fewest failures first, then who came first; not where an earlier process of it still
+        runs, as far as is known."""
+        able = [h for h in self.seen.values() if h.usable and self.live(h.name) and id not in h.running]
+        open_ = [h for h in able if len(h.running) < h.slots]
         return min(open_, key=lambda h: h.lost).name if open_ else None
 
     def lost(self, name: str, now: float) -> None:

@@ -24,6 +24,7 @@ from paceline.membership.orders import (
     NewView,
     Noted,
     Ready,
+    Slow,
     Standing,
     ToMember,
     decode,
@@ -53,6 +54,7 @@ class Line:
         self._refused: Refused | None = None
         self._noted = False
         self._closed = False
+        self._cut_off = False  # it has waited for a view long enough
         self._standing: Standing | None = None
         self.newest: NewView | None = None
         self.on_view: Callable[[NewView], None] | None = None
@@ -87,6 +89,7 @@ class Line:
                     raise Interrupted(f"member {self._arrive.id} was asked to leave")
                 now = time.monotonic()
                 if now >= deadline and not self._tie.up:
+                    self._cut_off = True
                     raise Interrupted(
                         f"member {self._arrive.id} is cut off from the scheduler at {self._address} for {limit_s:g} s "
                         f"and stops: the others may go on without it"
@@ -112,8 +115,15 @@ class Line:
         """All of `view` have met, and go on from a step."""
         self._say(Formed(view, step))
 
+    def slow(self, id: int, why: str) -> None:
+        """A member holds the others up: it should leave. A wish that is lost is made again by who made it."""
+        self._tie.send(encode(Slow(id, why)))
+
     def leave(self, reason: str) -> None:
-        """Do not wait for me: finished, drained or failed. Returns when the scheduler knows, or after some seconds."""
+        """Do not wait for me: finished, drained or failed. Returns when the scheduler knows, or after some seconds; at
+        once where this member has given up reaching it."""
+        if self._cut_off and not self._tie.up:
+            return
         self._say(Leave(reason))
         deadline = time.monotonic() + _LEAVE_LIMIT_S
         with self._changed:

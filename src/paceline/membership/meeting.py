@@ -32,6 +32,8 @@ class Meeting(msgspec.Struct, frozen=True):
     view: View
     settings: Settings  # the launcher's, or under torchrun those of member 0
     token: str
+    replaces: bool = False  # lost members are started again
+    late: bool = False  # this one was: the others are under way
 
 
 def meet(place: Place, me: Me, settings: Settings | None = None) -> Meeting:
@@ -76,4 +78,4 @@ def _at_rendezvous(place: Place, me: Member, settings: Settings) -> Meeting:
         raise answer.error()
     if not isinstance(answer, Welcome):
         raise ConfigError(f"unexpected answer from the rendezvous: {type(answer).__name__}")
-    return Meeting(answer.view, answer.settings, place.token)
+    return Meeting(answer.view, answer.settings, place.token, answer.replaces, answer.late)

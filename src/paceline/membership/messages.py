@@ -37,6 +37,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     view: View
     settings: Settings
+    replaces: bool = False  # lost members are started again, and come to the same view
+    late: bool = False  # you are one of those
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -1,6 +1,6 @@
 """What a scheduler, the agents of its hosts and the members of an elastic run say to each other.
 
-    member     → scheduler   Arrive, then Ready, Broken, Formed, Leave
+    member     → scheduler   Arrive, then Ready, Broken, Formed, Slow, Leave
     scheduler  → member      Standing or Refused, then NewView, Drain; Noted answers Leave
     agent      → scheduler   Host, then Beat, Started, Ended, DrainHost; EndRun from the launcher's
     scheduler  → agent       Start, Stop, Over
@@ -21,7 +21,7 @@ from paceline.core.settings import Settings
 from paceline.core.view import Member, View
 from paceline.membership.messages import Refused
 
-PROTOCOL = 2  # raised with every change that an older one would not understand
+PROTOCOL = 3  # raised with every change that an older one would not understand
 
 
 class Arrive(msgspec.Struct, frozen=True, tag="arrive", kw_only=True):
@@ -52,6 +52,13 @@ class Formed(msgspec.Struct, frozen=True, tag="formed"):
 
     view: int
     step: int
+
+
+class Slow(msgspec.Struct, frozen=True, tag="slow"):
+    """This member holds the others up, and should leave."""
+
+    id: int
+    why: str
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -228,7 +235,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     text: str
 
 
-FromMember = Arrive | Ready | Broken | Formed | Leave
+FromMember = Arrive | Ready | Broken | Formed | Slow | Leave
 FromAgent = Host | Beat | Started | Ended | DrainHost | EndRun
 FromTool = Look | Scale | Fetch
 ToScheduler = FromMember | FromAgent | FromTool

@@ -5,7 +5,8 @@ first member that says hello and ends when all have: each gets the same view and
 When one cannot come any more, those who wait are told at once; when the limit is reached, they are told who
 is missing.
 
-A member whose process ends is noticed twice: by its channel, and by the agent, which calls `gone`.
+A member whose process ends is noticed twice: by its channel, and by the agent, which calls `gone`. Where lost
+members are replaced, who comes in its place afterwards gets the view as it is now, with its own address, at once.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ _TICK_S = 1.0
 
 
 class Rendezvous:
-    """Waits for `size` members; lives until closed."""
+    """Waits for `size` members; lives until closed. `replaces`: lost ones are started again."""
 
-    def __init__(self, size: int, settings: Settings, token: str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, size: int, settings: Settings, token: str, host: str = "127.0.0.1", *, replaces: bool = False
+    ) -> None:
         self._size = size
+        self._replaces = replaces
         self._settings = settings
         self._listener = Listener(host, token, max_message_bytes=MAX_MESSAGE_BYTES)
         self.address = self._listener.address
@@ -117,6 +121,9 @@ class Rendezvous:
         if not 0 <= me.rank < self._size:
             raise ConfigError(f"rank {me.rank} is not one of 0 to {self._size - 1}: do not set PACELINE_RANK by hand")
         with self._lock:
+            if self._replaces and me.rank in self._joined and me.rank in self._gone and not self._arrived:
+                self._replace(me, channel)
+                return me.rank, time.monotonic() + limit_s
             other = self._arrived[me.rank][0] if me.rank in self._arrived else self._joined.get(me.rank)
             again = other is not None and me.rank not in self._arrived and _process(other) == _process(me)
             if other is not None and not again:
@@ -137,9 +144,16 @@ class Rendezvous:
 
     def _complete(self) -> None:
         members = tuple(self._arrived[rank][0] for rank in range(self._size))
-        self._tell_all(Welcome(View(number=self._number, members=members), self._settings))
+        self._tell_all(Welcome(View(number=self._number, members=members), self._settings, self._replaces))
         self._joined = {m.rank: m for m in members}
         self._number += 1
+
+    def _replace(self, me: Member, channel: Channel) -> None:
+        """Let one in that comes in the place of a member that is gone."""
+        del self._gone[me.rank]
+        self._joined[me.rank] = me
+        view = View(number=self._number - 1, members=tuple(self._joined[rank] for rank in range(self._size)))
+        channel.send(encode(Welcome(view, self._settings, self._replaces, late=True)))
 
     def _left(self, rank: int, channel: Channel) -> None:
         """A member closed its channel: its part after our answer, the end of the round before it."""

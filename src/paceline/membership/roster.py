@@ -87,6 +87,7 @@ class Roster:
         else:
             self._sit_down(seat, member, view, now)
         books.watch[id].down = None
+        was = seat.state
         books.revive(seat, now)
         if view > run.number:
             # The journal lost its end: whatever was in that view, the next one has a higher number.
@@ -97,7 +98,9 @@ class Roster:
         books.say(id, Standing(term=run.term, settings=rules.settings, least=rules.least, view=run.view, begun=begun))
         if run.view and view < run.number and (view or id in run.ids):
             books.say(id, NewView(term=run.term, view=run.view, planned=run.planned))
-        if seat.draining:
+        if was == "lost" and self._going(seat):
+            self._staff.drain(seat, now)
+        elif seat.draining:
             books.say(id, Drain(run.term))
         if run.home and id in run.ids:
             books.send_home(id)
@@ -139,6 +142,11 @@ class Roster:
             self._books.dirty = True
             self._forming.formed(now)
             self._forming.settle(now)
+
+    def slow(self, id: int, why: str, now: float) -> None:
+        """A member holds the others up, who ask that it leaves."""
+        self._staff.shed(id, why, now)
+        self._forming.settle(now)
 
     def leave(self, id: int, reason: str, now: float) -> None:
         """A member goes: finished, drained or failed."""
@@ -387,6 +395,15 @@ class Roster:
         self._books.revive(seat, now)
         if was == "lost" and seat.here and run.view:
             self._books.say(seat.id, NewView(term=run.term, view=run.view, planned=run.planned))
+        if was == "lost" and self._going(seat):
+            self._staff.drain(seat, now)
+            if run.home and seat.id in run.ids:
+                self._books.send_home(seat.id)
+
+    def _going(self, seat: Seat) -> bool:
+        """Whether the host on which it is must go."""
+        host = self._books.hosts.seen.get(seat.host)
+        return seat.here and host is not None and host.going
 
     def _mend_when_due(self, now: float) -> None:
         books, run = self._books, self._books.run

@@ -45,6 +45,7 @@ from paceline.membership.orders import (
     Look,
     Ready,
     Scale,
+    Slow,
     Started,
     ToScheduler,
     Work,
@@ -244,6 +245,8 @@ class Scheduler:
                 roster.broken(who, message.view, message.blamed, now)
             case Formed():
                 roster.formed(who, message.view, now)
+            case Slow():
+                roster.slow(message.id, message.why, now)
             case Leave():
                 roster.leave(who, message.reason, now)
 

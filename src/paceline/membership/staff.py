@@ -50,18 +50,20 @@ class Staff:
                 f"size={size}: must be between {rules.least} and {rules.most}, as in -n {rules.least}:{rules.most}"
             )
         books.run.target, books.dirty = size, True
-        have = [s for s in books.seats.values() if s.wanted and not s.draining]
+        have = [s for s in books.seats.values() if s.wanted]  # who leaves a host that goes is started elsewhere
         if size == len(have):
             return f"{size} members, as before"
         if size > len(have):
-            # Those that were never lost first.
-            spare = [s for s in books.seats.values() if not (s.wanted or s.here or books.hosts.runs(s.host, s.id))]
-            spare.sort(key=lambda s: s.replaced)
-            new = spare[: size - len(have)]
+            # Those that were never lost first; last those that have not left yet, and are started when they have.
+            leaving = {s.id for s in books.seats.values() if s.here or books.hosts.runs(s.host, s.id)}
+            spare = [s for s in books.seats.values() if not s.wanted and s.state != "finished"]
+            new = sorted(spare, key=lambda s: (s.id in leaving, s.replaced))[: size - len(have)]
             for seat in new:
-                seat.wanted, seat.draining = True, False
-                books.turn(seat, "idle", now)
-                books.watch[seat.id].start_at = now
+                seat.wanted = True
+                if seat.id not in leaving:
+                    seat.draining = False
+                    books.turn(seat, "idle", now)
+                    books.watch[seat.id].start_at = now
             slots = books.hosts.free()
             wait = f"; {len(new) - slots} of them wait for a free slot" if slots < len(new) else ""
             return f"{len(have)} to {len(have) + len(new)} members: {_names(new)} will be started{wait}"
@@ -71,6 +73,18 @@ class Staff:
             seat.wanted = False
             self.drain(seat, now)
         return f"{len(have)} to {size} members: {_names(juniors)} will leave"
+
+    def shed(self, id: int, why: str, now: float) -> None:
+        """Let one member less be there, without this one: unless there would be too few, or others are on their way."""
+        books, run = self._books, self._books.run
+        if run.over is not None or not run.formed or id not in run.ids or len(run.ids) <= books.rules.least:
+            return
+        if any(not self._books.seats[i].here or self._books.seats[i].draining for i in run.ids):
+            return
+        seat = books.seats[id]
+        seat.wanted, seat.why = False, f"was asked to leave: {why}"
+        run.target, books.dirty = max(books.rules.least, run.target - 1), True
+        self.drain(seat, now)
 
     def drain(self, seat: Seat, now: float) -> None:
         """Let the member of this seat finish what it does, and go."""
@@ -100,7 +114,7 @@ class Staff:
             return
         if books.hosts.runs(seat.host, seat.id):  # it must end, or come back, first
             return
-        place = books.hosts.place()
+        place = books.hosts.place(seat.id)
         if place is None:
             return
         if seat.state == "lost":

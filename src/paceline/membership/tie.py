@@ -78,9 +78,10 @@ class Tie:
 
     def close(self) -> None:
         self._closed.set()
+        dials = not self.up  # nothing is said any more, so nobody need wait for what it hears
         self.cut()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_DIAL_S + _SEND_LIMIT_S)
+            self._thread.join(_PAUSE_MOST_S if dials else _DIAL_S + _SEND_LIMIT_S)
 
     def _first(self, limit_s: float) -> Channel:
         deadline = time.monotonic() + limit_s

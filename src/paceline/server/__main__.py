@@ -5,14 +5,19 @@ python -m paceline.server
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
-from paceline.core.status import Status
+from paceline.core import queue
+from paceline.core.errors import TimedOut
+from paceline.core.status import SERVING, Status
 from paceline.core.view import Member
 from paceline.environment import detect
 from paceline.membership import meet
 from paceline.server.connection import connect
 from paceline.server.dealing import Dealing
+from paceline.server.newcomers import Newcomers
 from paceline.server.outside.desk import Desk
 from paceline.server.rounds import agree
 from paceline.server.service import Service
@@ -20,6 +25,7 @@ from paceline.transport.hub import Hub
 from paceline.transport.wires import Wires, own_address
 
 _LOOK_S = 1.0
+_BEGIN_S = 0.1
 
 
 def main() -> None:
@@ -35,20 +41,26 @@ def main() -> None:
 
     meeting = meet(place, describe)
     settings = meeting.settings
-    status = Status(Path(settings.root) / settings.name / "status" / f"rank-{place.rank}", place.host)
+    directory = Path(settings.root) / settings.name
+    status = Status(directory / "status" / f"rank-{place.rank}", place.host)
     status.set("connecting")
     wires[0].join(meeting.view, place.rank, limit_s=settings.wait_limit_s, status=status)
     agreement = agree(wires[0], range(place.workers, place.size))
-    service = Service(limit_s=settings.wait_limit_s, agreement=agreement)
+    service = Service(limit_s=settings.wait_limit_s, agreement=agreement, replaces=meeting.replaces)
     hub = dealing = None
+    begun = threading.Event()  # where lost workers are replaced: from then on
+    if not meeting.replaces or place.rank > place.workers:
+        begun.set()
     if place.rank == place.workers:
-        hub = Hub(wires[0], range(place.workers))
+        hub = Hub(wires[0], range(place.workers), begun.set)
         dealing = Dealing(wires[0], range(place.workers), pushes=True)
         service.settle, service.left = dealing.settle, dealing.left
+    if meeting.replaces:
+        Newcomers(wires[0], service, hub, dealing)
     desk = Desk(
         wires[0],
         range(place.workers, place.size),
-        directory=Path(settings.root) / settings.name,
+        directory=directory,
         token=meeting.token,
         strategy=settings.strategy,
         service=lambda: service,
@@ -65,14 +77,26 @@ def main() -> None:
     def tell() -> None:
         told = service.readings()
         half = f", {told['halves']:.0f} half applied" if told["halves"] else ""
-        status.set(f"serving: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped{half}")
+        if dealing:
+            queue.write(directory, dealing.queue())
+        status.set(f"{SERVING}: {told['applied']:.0f} pushes applied, {told['dropped']:.0f} dropped{half}")
 
     service.look = tell_version
+    limit_s = settings.join_limit_s
     try:
         for rank in range(place.workers):
             service.attach(connect(wires[0], rank, place.rank))
-        while not service.wait(_LOOK_S):
-            service.still(tell)
+        heard = time.monotonic()
+        while not service.wait(_LOOK_S if begun.is_set() else _BEGIN_S):
+            if begun.is_set():
+                service.still(tell)
+            else:
+                status.set("waiting for the first epoch to begin")
+            heard = time.monotonic() if not service.alone else heard
+            if time.monotonic() - heard > limit_s:
+                raise TimedOut(f"all workers were lost, and none has come within {limit_s:g} s")
+        if dealing:
+            queue.write(directory, ())
         status.set("finished")
     finally:
         desk.close()

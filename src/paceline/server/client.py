@@ -30,6 +30,7 @@ from paceline.server.pushes import Pushes
 from paceline.transport.group import flat_of
 
 _KEPT = 64  # reasons
+_PAUSE_S = 0.005
 
 
 class Client:
@@ -129,6 +130,21 @@ class Table:
         """Make this worker's weights those of the servers."""
         self._each(lambda part: part.pull())
         self._install()
+
+    def catch_up(self) -> None:
+        """Make this worker's weights those of the servers now, and of one round on all of them.
+
+        From the first server's answer on no round is closed without this worker; others may not have heard yet of the
+        one that was closed last.
+        """
+        self._each(lambda part: part.pull(), [part for part in self._parts if part.chunks][:1])
+        deadline = time.monotonic() + self._client.limit_s
+        self.pull()
+        while len({part.round for part in self._parts if part.chunks}) > 1:
+            if time.monotonic() > deadline:
+                raise TimedOut(f"the servers were not at one round within {self._client.limit_s:g} s")
+            time.sleep(_PAUSE_S)
+            self.pull()
 
     def push(
         self,
@@ -243,11 +259,11 @@ class Table:
         """Give the servers the optimizer's state."""
         self._each(lambda part: part.store_state(states))
 
-    def _each(self, work: Callable[[Part], Future[None]]) -> None:
-        """Have all servers' parts work, and wait for them."""
+    def _each(self, work: Callable[[Part], Future[None]], parts: Sequence[Part] | None = None) -> None:
+        """Have all servers' parts work, or these, and wait for them."""
         status, limit_s = self._client.status, self._client.limit_s
         before = status.what
-        futures = [work(part) for part in self._parts]
+        futures = [work(part) for part in (self._parts if parts is None else parts)]
         status.set("waiting for the servers")
         deadline = time.monotonic() + limit_s
         error: BaseException | None = None

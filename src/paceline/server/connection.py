@@ -104,7 +104,12 @@ def connect(wires: Wires, rank: int, server: int, *, shared: bool = True) -> Con
     members = wires.view.members
     same = shared and members[rank].host == members[wires.rank].host
     memory = LinkMemory(wires.links, rank, server) if same else None
-    return Connection(rank, wires.mesh.channel(rank, f"server-{server}"), memory)
+    return Connection(rank, wires.mesh.channel(rank, lane_of(server)), memory)
+
+
+def lane_of(server: int) -> str:
+    """The lane through which workers reach a server, by its rank."""
+    return f"server-{server}"
 
 
 def pair(rank: int, *, shared: bool = True) -> tuple[Connection, Connection]:

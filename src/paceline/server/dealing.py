@@ -1,7 +1,8 @@
 """Batches dealt out by the first server, and a worker's side of it.
 
 A worker asks for its next batch and gets a number, or the word that the epoch is over. Where all batches are lent but
-some not yet done, it waits: should one of the others be lost, its batches are dealt again.
+some not yet done, it waits: should one of the others be lost, its batches are dealt again. Batches that are bound to a
+label go to workers that have it; where nobody is left who has it, all are told when nothing else is left.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from paceline.core.errors import Interrupted, PacelineError, TimedOut
+from paceline.core.errors import Interrupted, Lost, PacelineError, TimedOut
+from paceline.core.queue import Course
+from paceline.data.kinds import Parts
 from paceline.data.leases import Leases
 from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
 
-_LANE = "deal"
+LANE = "deal"
 _LOOK_S = 1.0
 _KEPT = 64  # courses that are over
 
@@ -29,6 +32,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     course: str
     total: int
     wait: bool
+    bound: Parts = ()  # of the last ones of the batches
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -39,9 +43,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 _asked = msgspec.msgpack.Decoder(Ask | Done)
-_number = msgspec.msgpack.Decoder(int)
+_dealt = msgspec.msgpack.Decoder(int | str)
 _encode = msgspec.msgpack.Encoder().encode
-OVER, WAIT = -1, -2  # in the place of a number
+OVER, WAIT = -1, -2  # in the place of a number; words say why there is none
 
 
 class Dealing:
@@ -54,17 +58,35 @@ class Dealing:
 
     def __init__(self, wires: Wires, ranks: Sequence[int], *, pushes: bool = False) -> None:
         self._ends = dict.fromkeys(ranks, 1 + pushes)  # by rank: connections that are not over
+        self._lives: dict[int, int] = {}  # by rank, of those who have replaced a lost worker
         self._changed = threading.Condition()
+        self._labels = {rank: wires.view.members[rank].labels for rank in ranks}
         self._courses: dict[str, Leases] = {}
         self._closed = False
-        self._channels = {rank: wires.mesh.channel(rank, _LANE) for rank in ranks}
+        self._channels = {rank: wires.mesh.channel(rank, LANE) for rank in ranks}
         self._waits: dict[int, Ask] = {}
-        self._told: set[int] = set()  # of these, who knows that it waits
+        self._told: dict[int, float] = {}  # of these, who knows that it waits, and when it was told
         for rank, channel in self._channels.items():
             threading.Thread(target=self._listen, args=(rank, channel), name="paceline-deal", daemon=True).start()
 
+    def came(self, rank: int, life: int, limit_s: float) -> None:
+        """One who replaces a lost worker opens a connection, this one or that for pushes; when that worker is gone."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._ends[rank] or self._lives.get(rank) == life, limit_s):
+                raise TimedOut(f"member {rank} is not gone after {limit_s:g} s")
+            self._lives[rank] = life
+            self._ends[rank] += 1
+
+    def admit(self, rank: int, channel: Channel) -> None:
+        """Deal to one who replaces a lost worker, and has come."""
+        with self._changed:
+            self._channels[rank] = channel
+        threading.Thread(target=self._listen, args=(rank, channel), name="paceline-deal", daemon=True).start()
+
     def close(self) -> None:
-        for channel in self._channels.values():
+        with self._changed:
+            channels = list(self._channels.values())
+        for channel in channels:
             channel.close()
 
     def _listen(self, rank: int, channel: Channel) -> None:
@@ -82,7 +104,7 @@ class Dealing:
         channel.close()
         with self._changed:
             self._waits.pop(rank, None)
-            self._told.discard(rank)
+            self._told.pop(rank, None)
         self.left(rank)
 
     def settle(self, rank: int, leases: Mapping[str, Sequence[int]]) -> None:
@@ -102,10 +124,16 @@ class Dealing:
             for leases in self._courses.values():
                 leases.lost(rank)
             self._answer()
+            self._changed.notify_all()
+
+    def queue(self) -> tuple[Course, ...]:
+        """How far each course has come that is under way."""
+        with self._changed:
+            return tuple(_shown(name, leases) for name, leases in self._courses.items() if not leases.over)
 
     def _course(self, ask: Ask) -> Leases:
         if ask.course not in self._courses:
-            self._courses[ask.course] = Leases(ask.total)
+            self._courses[ask.course] = Leases(ask.total, ask.bound)
             for name in list(self._courses)[:-_KEPT]:
                 del self._courses[name]
         return self._courses[ask.course]
@@ -114,19 +142,42 @@ class Dealing:
         """Answer all who can be answered now."""
         for rank, ask in sorted(self._waits.items()):
             leases = self._course(ask)
-            number = leases.take(rank)
-            if number is None and ask.wait and not leases.over:
-                if rank not in self._told:
-                    self._told.add(rank)
+            answer: int | str | None = leases.take(rank, self._labels[rank])
+            if answer is None and not (ask.wait and leases.lent):
+                answer = _nobody(leases.missing(self._living()))
+            if answer is None and ask.wait and not leases.over:
+                if time.monotonic() - self._told.get(rank, -_LOOK_S) >= _LOOK_S:  # others get on: its limit begins anew
+                    self._told[rank] = time.monotonic()
                     self._say(rank, WAIT)
                 continue
             del self._waits[rank]
-            self._told.discard(rank)
-            self._say(rank, OVER if number is None else number)
+            self._told.pop(rank, None)
+            self._say(rank, OVER if answer is None else answer)
 
-    def _say(self, rank: int, number: int) -> None:
+    def _living(self) -> set[str]:
+        return {label for rank, labels in self._labels.items() if self._ends[rank] for label in labels}
+
+    def _say(self, rank: int, number: int | str) -> None:
         with contextlib.suppress(PacelineError):  # its own thread will notice
             self._channels[rank].send(_encode(number))
+
+
+def _shown(course: str, leases: Leases) -> Course:
+    loader, _, epoch = course.split("/")  # as `DealsFor` and `DealtCourse` name them
+    return Course(loader=int(loader), epoch=int(epoch), parts=leases.parts())
+
+
+def _nobody(missing: Mapping[str, int]) -> str | None:
+    """
+    >>> _nobody({"site-a": 1, "gpu": 3})
+    "no worker that is left has the label 'gpu', to which 3 batches are bound, or 'site-a' (1)"
+    """
+    if not missing:
+        return None
+    (label, count), *others = sorted(missing.items())
+    batches = "1 batch is" if count == 1 else f"{count} batches are"
+    more = "".join(f", or {label!r} ({count})" for label, count in others)
+    return f"no worker that is left has the label {label!r}, to which {batches} bound{more}"
 
 
 class Dealer:
@@ -136,18 +187,21 @@ class Dealer:
         self.deals = True  # epochs that begin now
         self.rest: Callable[[], None] = lambda: None  # called where this worker has nothing to do for a while
         self._limit_s = wires.limit_s
-        self._channel = wires.mesh.channel(server, _LANE)
+        self._channel = wires.mesh.channel(server, LANE)
         self._asking = threading.Lock()  # one asks, and waits for the answer
         self._sending = threading.Lock()
 
-    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
+    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None], bound: Parts = ()) -> int | None:
         """The number of this worker's next batch; None: there is none.
 
         `waits` is called while it has to wait, about once a second; what it raises ends the wait.
+
+        Raises:
+            Lost: what is left is bound to labels that nobody has who is left.
         """
         with self._asking:
             try:
-                self._send(Ask(course, total, wait))
+                self._send(Ask(course, total, wait, bound))
                 number = self._answer(waits)
             except BaseException:
                 self.close()  # an answer may still come, and would be taken for that to another question
@@ -159,10 +213,12 @@ class Dealer:
         waiting = False
         while True:
             try:
-                number: int = _number.decode(self._channel.recv(_LOOK_S))
-                if number != WAIT:
-                    return number
-                waiting = True
+                answer: int | str = _dealt.decode(self._channel.recv(_LOOK_S))
+                if isinstance(answer, str):
+                    raise Lost(f"{answer}: start members with it, and the run goes on from its last checkpoint")
+                if answer != WAIT:
+                    return answer
+                waiting, deadline = True, time.monotonic() + self._limit_s
             except TimedOut:  # the server answers when another worker's batch is done, or it is lost
                 if time.monotonic() > deadline:
                     raise TimedOut(
@@ -197,8 +253,8 @@ class DealsFor:
     def deals(self) -> bool:
         return self._dealer.deals
 
-    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None]) -> int | None:
-        return self._dealer.take(self.named(course), total, wait=wait, waits=waits)
+    def take(self, course: str, total: int, *, wait: bool, waits: Callable[[], None], bound: Parts = ()) -> int | None:
+        return self._dealer.take(self.named(course), total, wait=wait, waits=waits, bound=bound)
 
     def done(self, course: str, numbers: Sequence[int]) -> None:
         self._dealer.done(self.named(course), numbers)

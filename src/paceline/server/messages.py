@@ -168,12 +168,12 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Standing(msgspec.Struct, frozen=True, tag="standing", kw_only=True):
-    """Where a server stands in a round with backups; the first server puts all of them together."""
+    """Where a server stands in a round that is agreed on; the first server puts all of them together."""
 
     table: int
     servers: int  # that hold a part of the table
     round: int
-    backups: int  # 0: the gate has turned, and there are no such rounds any more
+    backups: int | None  # None: the gate has turned, and rounds are not agreed on any more
     here: tuple[int, ...]  # ranks
     resting: tuple[int, ...]
     whole: tuple[tuple[int, int], ...]  # ranks and lives whose push for this round is here

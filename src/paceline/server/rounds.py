@@ -1,4 +1,4 @@
-"""Rounds with backups: who is in a round, decided in one place for all servers.
+"""Rounds with backups, or whose workers may be lost: who is in a round, decided in one place for all servers.
 
     each server  → first    where it stands: who is here, and whose push for the round is whole
     first server → all      the round is closed, with these workers
@@ -50,12 +50,17 @@ class Rounds:
         # One that has not heard yet of the last round's end still speaks of that.
         if len(all_) < standing.servers or any(s.round != self._round for s in all_):
             return None
-        backups = min(s.backups for s in all_)  # while the gate turns, some have turned already
-        here = set.intersection(*(set(s.here) for s in all_))
+        backups = None if any(s.backups is None for s in all_) else min(s.backups or 0 for s in all_)
+        if backups is None:  # while the gate turns, some have turned already
+            return None
+        # Where every push counts, a worker is here, or rests, as the first server says: what it has told that one holds
+        # for all rounds that are closed from then on.
+        told = all_ if backups else [self._standings[min(self._standings)]]
+        here = set.intersection(*(set(s.here) for s in told))
         self._known |= here
-        resting = {rank for s in all_ for rank in s.resting}
+        resting = {rank for s in told for rank in s.resting}
         whole = set.intersection(*(set(s.whole) for s in all_))
-        if not backups or len(whole) < max(1, min(len(here - resting), len(self._known) - backups)):
+        if len(whole) < max(1, min(len(here - resting), len(self._known) - backups)):
             return None
         self._round += 1
         return m.Closed(standing.table, standing.round, tuple(sorted(whole)))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.core.errors import ConfigError, Interrupted, PacelineError
+from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server import messages as m
 from paceline.server.connection import Block, Connection
 from paceline.server.packing import servable
@@ -28,11 +28,15 @@ class Service:
     Args:
         limit_s: bounds every wait for a worker that is in the middle of saying something.
         view: the number of the placement.
-        agreement: with the other servers, on rounds with backups; left out where this is the only one.
+        agreement: with the other servers, on rounds; left out where this is the only one.
+        replaces: lost workers are replaced (`admit`), and this goes on until one has come to the end of its script.
     """
 
-    def __init__(self, *, limit_s: float = 300.0, view: int = 1, agreement: Agreement | None = None) -> None:
+    def __init__(
+        self, *, limit_s: float = 300.0, view: int = 1, agreement: Agreement | None = None, replaces: bool = False
+    ) -> None:
         self.limit_s = limit_s
+        self.replaces = replaces
         self.view = view
         self.tables: dict[int, Table] = {}
         self.fault = ""  # why nobody can go on
@@ -41,6 +45,7 @@ class Service:
         self.settle: Callable[[int, Mapping[str, Sequence[int]]], None] = lambda rank, leases: None
         self.left: Callable[[int], None] = lambda rank: None  # a worker's connection is over, and all it said is done
         self._sessions: dict[int, Session] = {}
+        self._done = False  # a worker has come to its end
         self._shards = threading.RLock()
         self._idle = threading.Condition()
         self.agreement = agreement or Agreement()
@@ -52,10 +57,23 @@ class Service:
             self._sessions[connection.rank] = session = Session(self, connection)
         session.start()
 
-    def wait(self, limit_s: float) -> bool:
-        """Whether all workers have left within the limit."""
+    def admit(self, connection: Connection) -> None:
+        """Serve one who replaces a lost worker, when that one is gone."""
         with self._idle:
-            return self._idle.wait_for(lambda: not self._sessions, limit_s)
+            if not self._idle.wait_for(lambda: connection.rank not in self._sessions, self.limit_s):
+                raise TimedOut(f"member {connection.rank} is not gone after {self.limit_s:g} s")
+            self._sessions[connection.rank] = session = Session(self, connection)
+        session.start()
+
+    @property
+    def alone(self) -> bool:
+        """Whether no worker is here."""
+        return not self._sessions
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether all workers have left within the limit, and none will come again."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._sessions and (self._done or not self.replaces), limit_s)
 
     def close(self) -> None:
         with self._idle:
@@ -123,10 +141,11 @@ class Service:
                     if not said and table.chunks and not table.shard.sync:
                         self.agreement.lost(table.shard.last(session.rank, table.number))
                     table.shard.leave(session.rank)
+        self.left(session.rank)
         with self._idle:
             del self._sessions[session.rank]
+            self._done = self._done or said
             self._idle.notify_all()
-        self.left(session.rank)
         if self.fault:
             self._fail(self.fault)
 
@@ -177,6 +196,7 @@ class Table:
             self._stands,
             self._dropped,
             self._settle,
+            replaces=service.replaces,
         )
 
     def _ready(self, rank: int, index: int) -> None:

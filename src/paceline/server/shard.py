@@ -6,7 +6,8 @@ goes out is `ready(rank, chunk)`: these weights may go to that worker now. So an
     async, bounded   a part is corrected for its age and applied when it comes; the worker gets the chunk back at once,
                      or when the gate opens
     sync             parts are kept until all workers have sent theirs, then summed in the order of ranks and applied;
-                     with backups a round is closed by one word for all shards (`server.rounds`); nothing is corrected
+                     with backups, and where lost workers are replaced, a round is closed by one word for all shards
+                     (`server.rounds`); nothing is corrected
 
 The version counts pushes that were applied (in sync: rounds). A worker's own push counts as seen by it, so the age of
 its next one is the number of others' pushes in between.
@@ -27,22 +28,11 @@ from paceline.server.kept import MARK, Kept
 from paceline.server.messages import Last, Push, Rule, Standing
 from paceline.server.placement import Placement
 from paceline.server.stock import Stock
+from paceline.server.under import Under, finite
 from paceline.staleness import make_corrections
 
 _MOST_THREADS = 1024  # of a worker
 _MOST_WORKERS = 1 << 20
-
-
-class Under:
-    """A push that is under way, or waits for its round."""
-
-    def __init__(self, push: Push, age: int, reason: str) -> None:
-        self.push = push
-        self.age = age
-        self.reason = reason  # why it is dropped; "": it is applied
-        self.parts = 0  # that have come
-        self.kept: dict[int, tuple[torch.Tensor, frozenset[int]]] = {}  # by chunk, in sync
-        self.whole = False
 
 
 class Shard:
@@ -51,10 +41,11 @@ class Shard:
     Args:
         memory: where the weights live; `stock.room` says how much is needed.
         ready: called when a chunk may go to a worker.
-        stands: called where rounds have backups and `standing` may have changed: who knows all shards calls `close`.
+        stands: called where rounds are agreed on and `standing` may have changed: who knows all shards calls `close`.
         dropped: called with rank, step and reason where a push is dropped that `begin` had taken.
         settle: called with rank and push when its batches are used up: with the first of its chunks, from which on it
-            cannot be undone; in sync, where nothing is applied before, when it is whole.
+            cannot be undone; in sync, where nothing is applied before, when it is whole, or its round is agreed on.
+        replaces: lost workers are replaced, so that in sync too nobody waits for one who is gone.
     """
 
     def __init__(
@@ -67,6 +58,8 @@ class Shard:
         stands: Callable[[], None] = lambda: None,
         dropped: Callable[[int, int, str], None] = lambda rank, step, reason: None,
         settle: Callable[[int, Push], None] = lambda rank, push: None,
+        *,
+        replaces: bool = False,
     ) -> None:
         self.stock = Stock(placement, server, rule, memory)
         self.placement = placement
@@ -85,6 +78,7 @@ class Shard:
         self._stands = stands
         self._dropped = dropped
         self._settle = settle
+        self._replaces = replaces
         self._under: dict[int, Under] = {}
         self._gone: dict[tuple[int, int], Under] = {}  # by rank and life: whole pushes of who has left, with backups
         self._resting: set[int] = set()
@@ -110,9 +104,10 @@ class Shard:
     def leave(self, rank: int) -> None:
         """A worker goes, or has died. A push that was under way is forgotten; what was applied of it stays.
 
-        With backups one that was whole is kept until the round is closed, which may have been decided with it.
+        Where rounds are agreed on, one that was whole is kept until the round is closed, which may have been decided
+        with it.
         """
-        if self._backups and rank in self.whole_pushes():
+        if self._agreed and rank in self.whole_pushes():
             self._gone[rank, self._under[rank].push.life] = self._under[rank]
         self.halves += self._applied_of(rank) > 0
         self.clocks.pop(rank, None)
@@ -221,7 +216,7 @@ class Shard:
             raise ConfigError(
                 f"member {rank} sent {gradient.numel()} elements for a chunk of {self.chunks[index].numel}"
             )
-        if not under.reason and not _finite(gradient):
+        if not under.reason and not finite(gradient):
             raise ConfigError(f"member {rank} sent a gradient that is not finite, in {self.stock.name(index)}")
         under.parts += 1
         if self.sync and not under.reason:
@@ -230,7 +225,7 @@ class Shard:
         elif not under.reason:
             self._apply_one(rank, index, gradient, missing, under)
             self._due(rank, index)
-        if under.parts == (len(self.chunks) if self.sync else 1):
+        if not self._agreed and under.parts == (len(self.chunks) if self.sync else 1):
             self._settle(rank, under.push)
         if under.parts == len(self.chunks) and rank in self._under:  # else it was the round's last
             self._end(rank, under)
@@ -248,7 +243,7 @@ class Shard:
         return f"{which} of {len(self.chunks)} of this push, from {names[0]!r} to {names[1]!r}, had been applied"
 
     def close(self, contributors: Sequence[tuple[int, int]]) -> None:
-        """End a round with backups with the pushes of these ranks and lives, whole here; the others' are dropped."""
+        """End a round that was agreed on with the pushes of these ranks and lives, whole here; others' are dropped."""
         if not self.chunks:
             return  # nobody pushes here
         whole = {(rank, self._under[rank].push.life): self._under[rank] for rank in self.whole_pushes()} | self._gone
@@ -260,6 +255,8 @@ class Shard:
             self._sum(index, [whole[each] for each in sorted(contributors)])
         here = sorted(rank for rank, life in contributors if (rank, life) not in self._gone)
         self.round += 1
+        for rank in here:
+            self._settle(rank, self._under[rank].push)
         self.applied += len(contributors) - len(here)
         self._gone.clear()
         self._round_over(here)
@@ -354,7 +351,7 @@ class Shard:
 
     def _why_not(self, rank: int, push: Push, age: int) -> str:
         if self.sync:
-            ago = self.round - push.round if self._backups else age
+            ago = self.round - push.round if self._agreed else age
             return f"its round was closed {ago} rounds ago" if ago else ""
         worker = _worker(rank, push.thread)
         if self._corrected and not self._corrected.accepts(worker, age, push.groups):
@@ -394,6 +391,8 @@ class Shard:
     def _drop(self, rank: int, under: Under) -> None:
         """A push that will not be applied has come to its end: its worker gets all weights, as they are now."""
         self.dropped += 1
+        if self._agreed:
+            self._settle(rank, under.push)
         self._tick(rank, under)
         self._seen[rank] = self.version
         for index in range(len(self.chunks)):
@@ -437,7 +436,7 @@ class Shard:
     @property
     def forgives(self) -> bool:
         """Whether a worker may be lost."""
-        return not self.sync or self._backups > 0
+        return not self.sync or self._agreed
 
     def standing(self, table: int = 0) -> Standing:
         """What whoever closes the rounds of all shards must know of this one."""
@@ -445,7 +444,7 @@ class Shard:
             table=table,
             servers=self._servers,
             round=self.round,
-            backups=self._backups,
+            backups=self.gate.backups if self._agreed and isinstance(self.gate, Together) else None,
             here=tuple(sorted(self.clocks)),
             resting=tuple(sorted(self._resting)),
             whole=tuple((rank, self._under[rank].push.life) for rank in sorted(self.whole_pushes())),
@@ -457,16 +456,17 @@ class Shard:
         return len({chunk.server for chunk in self.placement.chunks})
 
     def _tell(self) -> None:
-        if self._backups and self.chunks:
+        if self._agreed and self.chunks:
             self._stands()
 
     @property
-    def _backups(self) -> int:
-        return self.gate.backups if isinstance(self.gate, Together) else 0
+    def _agreed(self) -> bool:
+        """Whether rounds are closed by one word for all shards."""
+        return isinstance(self.gate, Together) and (self._replaces or self.gate.backups > 0)
 
     def _sum_what_is_here(self, index: int) -> None:
-        """Sync without backups: a chunk is summed when all have sent it, while others still come."""
-        if self._backups or not self.clocks or index in self._summed:
+        """Sync of workers that stay: a chunk is summed when all have sent it, while others still come."""
+        if self._agreed or not self.clocks or index in self._summed:
             return
         if all(r in self._under and index in self._under[r].kept for r in self.clocks):
             self._sum(index, [self._under[rank] for rank in sorted(self.clocks)])
@@ -504,8 +504,3 @@ class Shard:
 def _worker(rank: int, thread: int) -> int:
     """What corrections know a worker's thread by."""
     return rank + thread * _MOST_WORKERS
-
-
-def _finite(gradient: torch.Tensor) -> bool:
-    """One pass where all is well; a sum may be infinite although no part is."""
-    return math.isfinite(gradient.sum().item()) or bool(torch.isfinite(gradient).all())

@@ -142,6 +142,9 @@ class AllReduce:
             )
         return {}
 
+    def wake(self) -> None:
+        pass
+
     def rest(self) -> None:
         pass  # it is always dealt as much as the others
 

@@ -19,7 +19,7 @@ from paceline.transport.arena import Arena, Kept
 from paceline.transport.group import Group
 
 WEIGHT, LATE, BAD, WISH, MOVE, MARKS = range(6)  # places in the control block
-PACE = 3  # numbers of each member, behind the marks: how long its last turn took it
+PACE = 7  # numbers of each member, behind the marks: how long its last turn took it
 _ALIGN_BYTES = 64
 _WORTH_KEEPING = 16384  # elements: for fewer, one more call costs more than the copy
 _TOO_LARGE_TO_KEEP = 40_000_000  # bytes: a gradient that is kept takes memory until its bucket is summed

@@ -250,7 +250,7 @@ class Engine:
         group = self._world.group
         control = [0.0] * MARKS + [float(s.arrived) for s in layout.slots] + [0.0] * (PACE * group.size)
         at = layout.paces + PACE * group.rank
-        control[at : at + PACE] = self._world.pace
+        control[at : at + len(self._world.pace)] = self._world.pace
         control[WEIGHT], control[LATE], control[BAD] = (
             statistics.fmean(self._weights) if self._weights else self._world.tally.weight,
             float(len(self._late)),

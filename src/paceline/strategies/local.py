@@ -200,6 +200,9 @@ class Local:
     def rest(self) -> None:
         pass  # it is always dealt as much as the others
 
+    def wake(self) -> None:
+        pass  # it never rests
+
     def regroup(self) -> None:
         raise ConfigError("members that train apart cannot come and go yet: start them with -n N")
 

@@ -14,27 +14,29 @@ servers. In a run of one there are no servers, and the optimizer steps as it alw
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.server.client import Client, Table
+from paceline.server.client import Client
 from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
 from paceline.server.kept import MARK
-from paceline.server.messages import Options, Rule
+from paceline.server.messages import Rule
 from paceline.server.placement import Tensor
 from paceline.server.pushes import readings_of
 from paceline.server.rounds import agree
 from paceline.server.service import Service
 from paceline.staleness import Correction, make_corrections
 from paceline.strategies.front import Front
+from paceline.strategies.held import Held
 from paceline.strategies.options import optimizer_name, options_of
 from paceline.strategies.replicas import make_equal, names_of
-from paceline.strategies.strategy import Pass, World
+from paceline.strategies.strategy import World
+from paceline.transport.hub import HubGroup
 
 # These look at each element by itself, so a tensor may be cut.
 _ELEMENTWISE = {
@@ -63,9 +65,11 @@ class Served:
         self._client: Client | None = None  # None on workers for which another one pushes
         self._service: Service | None = None  # the shard that lives with this worker
         self._models: list[torch.nn.Module] = []
-        self._tables: dict[int, list[_Held]] = {}  # by id of the optimizer
+        self._tables: dict[int, list[Held]] = {}  # by id of the optimizer
         self._owned: set[int] = set()  # ids of parameters
         self._wishes = 0
+        self._rests = False  # the servers have been told that nobody is to wait for this member
+        self._behind = False  # it has come late, and its weights are of then
         self._fetched: list[torch.optim.Optimizer] = []  # whose state is here, for a checkpoint
         self._kept: list[dict[str, dict[str, Any]]] = []  # by table and parameter: what corrections keep of it
 
@@ -149,6 +153,7 @@ class Served:
         world.group.barrier()  # all pushes are in
         for each in self._all():
             each.pull()
+        self._rests = self._behind = False
         for model in self._models:
             make_equal(world.group, {}, dict(model.named_buffers()))
         if keep and world.group.rank == 0:
@@ -157,9 +162,20 @@ class Served:
 
     def rest(self) -> None:
         """This member has no work: nobody is to wait for its pushes."""
+        self._rests = True
         for each in self._all():
             if each.table:
                 each.table.rest()
+
+    def wake(self) -> None:
+        """This member has work again: where its gradients must be of the weights of now, it gets these before."""
+        world = self._world
+        if not self._rests or world is None or not (self._behind or (self.sync and world.replaces)):
+            return
+        self._rests = self._behind = False
+        for each in self._all():
+            if each.table:
+                each.table.catch_up()
 
     def turn(self, gate: str | Gate) -> None:
         """Go on with another gate, such as "bounded(staleness=4)"; all members call this, between two epochs."""
@@ -175,7 +191,7 @@ class Served:
         if world is None:
             return
         world.group.barrier()
-        if world.group.rank == 0:
+        if world.group.leads if isinstance(world.group, HubGroup) else world.group.rank == 0:
             for each in self._all():
                 if each.table:
                     each.table.turn(self.gate.words)
@@ -251,6 +267,8 @@ class Served:
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the servers; a shard that lives here serves until all workers have left, unless this one has failed."""
+        if self._world and isinstance(self._world.group, HubGroup) and not failed:
+            self._world.group.leave()
         if self._client:
             self._client.close(said=not failed)
         if self._service:
@@ -275,6 +293,11 @@ class Served:
         group, wires = world.group, world.wires
         if wires is None:
             raise ConfigError(f"{self.gate.words} needs Paceline's own transport: leave out --transport")
+        if self._per_host and world.replaces:
+            raise ConfigError(
+                f"{self.gate.words} with per_host=True: the workers of a host push as one, and none of them can be "
+                "replaced; leave per_host out, or --replacements and MIN:MAX"
+            )
         self._met = True
         workers = list(group.ranks)
         if self._per_host:
@@ -331,14 +354,17 @@ class Served:
         ]
         self._owned |= {id(p) for p, _, _ in found}
         table = self._client.open(tensors, rule, cut=name in _ELEMENTWISE) if self._client else None
-        held.append(_Held(table, optimizer, [p for p, _, _ in found], len(options), self._front))
-        if table and world.group.rank == 0:
+        held.append(Held(table, optimizer, [p for p, _, _ in found], len(options), self._front))
+        if table and world.group.rank == 0 and not world.late:
             table.store()
         world.group.barrier()
         held[-1].pull()  # also tells which version this worker's first gradients are of
         world.group.barrier()
+        if world.late:
+            self.rest()  # until it has a batch
+            self._behind = True
 
-    def _all(self) -> list[_Held]:
+    def _all(self) -> list[Held]:
         return [each for held in self._tables.values() for each in held]
 
     def _fetch_state(self) -> None:
@@ -359,50 +385,6 @@ class Served:
             optimizer.state.clear()
         self._fetched.clear()
         self._kept = []
-
-
-class _Held:
-    """A table, and the user's objects that it stands for."""
-
-    def __init__(
-        self,
-        table: Table | None,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[torch.Tensor],
-        groups: int,
-        front: Front | None,
-    ) -> None:
-        self.table = table  # None where another worker of this host pushes
-        self.optimizer = optimizer
-        self.parameters = parameters
-        self.groups = groups  # of the optimizer, when the table was opened
-        self.wishes = 0
-        self._front = front
-
-    def push(
-        self,
-        options: list[Options],
-        weight: float,
-        wish: bool,
-        passing: Pass | None,
-        leases: Mapping[str, Sequence[int]],
-    ) -> None:
-        gradients: list[torch.Tensor | None] = [p.grad for p in self.parameters]
-        if self._front:
-            gradients, weight, wish = self._front.sum(self.parameters, gradients, weight, wish)
-        if self.table:
-            read, thread = (passing.read[self.table.number], passing.thread) if passing else (None, 0)
-            self.table.push(gradients, options, weight=weight, wish=wish, read=read, thread=thread, leases=leases)
-            self.wishes = self.table.wishes
-        if self._front:
-            self._front.share(self.parameters)
-            self.wishes = self._front.tell(self.wishes)
-
-    def pull(self) -> None:
-        if self.table:
-            self.table.pull()
-        if self._front:
-            self._front.share(self.parameters)
 
 
 class Sync(Served):

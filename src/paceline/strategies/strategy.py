@@ -98,8 +98,12 @@ class World:
         wires: Wires | None = None,
         servers: Sequence[int] = (),
         limit_s: float = 300.0,
+        replaces: bool = False,
+        late: bool = False,
     ) -> None:
         self.group = group
+        self.replaces = replaces  # with servers: lost workers are started again, and come while the others train
+        self.late = late  # this one was
         self.wires = wires  # to all of the run's processes; None in a run of one
         self.servers = tuple(servers)  # ranks of the run's server processes, which are in no group
         self.limit_s = limit_s
@@ -113,7 +117,7 @@ class World:
         self.waited_s = 0.0  # in the strategy, besides what the group counts
         self.wish = False  # this member would like a pause between two steps, for a checkpoint
         self.granted = False  # some member wished, and all know it
-        self.pace = (0.0, 0.0, 0.0)  # this member's last turn: seconds for data and computing, and of processor time
+        self.pace: tuple[float, ...] = ()  # this member's last turn, as `paceline.train.stragglers` tells it
         self.paces: list[float] = []  # everyone's, one after another, where the strategy tells them
         self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
         # By course: the batches whose gradients a step of now has, where they are dealt out
@@ -165,6 +169,9 @@ class Strategy(Protocol):
 
     def rest(self) -> None:
         """This member waits for work that others may leave to it."""
+
+    def wake(self) -> None:
+        """This member has got a batch, and is about to compute with it."""
 
     def together(self, *, keep: bool = False, end: bool = False) -> None:
         """All members are between two steps, and wait for each other: at the end of an epoch, before an evaluation, and

@@ -60,18 +60,24 @@ class Book:
         at.mkdir(parents=True, exist_ok=True)
         file = path(at, self.member, os.getpid())
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._write(Begin(samples=len(model.seen), epochs=epochs, together=self.together))
+        rounds = self.together and loader.dealt
+        self._write(Begin(samples=len(model.seen), epochs=epochs, together=self.together, rounds=rounds))
 
     def step(self, optimizer: torch.optim.Optimizer, numbers: Tensor) -> bool:
         """Take a step with a batch of these samples; write it down if it was committed. Whether it was.
 
-        A member that was given the others' state meanwhile, and stands several steps further on, claims nothing; nor
-        does a newcomer whose weights are still on their way.
+        A member that was given the others' state meanwhile, and stands several steps further on, claims nothing.
         """
-        healing = self._run.healing
-        epoch, before, seen = self._run_epoch, self._committed, self._model.seen.detach().clone()
+        epoch, before = self._run_epoch, self._committed
+        seen = self._model.seen.detach().clone()
+
+        def note(*_: object) -> None:
+            seen.copy_(self._model.seen.detach())  # a newcomer's weights may have come only now
+
+        hook = optimizer.register_step_pre_hook(note)
         optimizer.step()
-        if healing or self._committed != before + 1:
+        hook.remove()
+        if self._committed != before + 1:
             return False
         given = tuple(numbers.tolist()) if self._loader.last_real else ()
         counted, times = _counted(seen - self._model.seen.detach()) if self.together else (None, 1)

@@ -6,7 +6,7 @@
 Each process of a run appends to a file of its own (`testing.counted` writes them): a `Begin`, a `Step` for each
 committed step, an `End`. A step holds what the member gave, a digest of its weights, and, where the model counts
 (`Counted`), which samples of all members have counted in it; so a member that was killed before it could write is no
-gap.
+gap. Where workers of sync servers come and go, rounds are told apart by the weights after them.
 
 A step may stand there twice: a member that was killed right after it may have been the only one to see it, and the
 others take a step of that number without it; all members may be lost and go on from a checkpoint. What holds is what
@@ -34,6 +34,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
     samples: int  # of the dataset, whose numbers are 0 to samples - 1
     epochs: int
     together: bool = True  # all members take each step together, and hold equal weights after it
+    rounds: bool = False  # steps of several members with equal weights after them are one, whatever their numbers
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -132,7 +133,9 @@ class Ledger:
         """Hold everything against each other. `epochs`: how many should be whole; None: as many as were begun with."""
         begin = next(w.begin for w in self.written if w.begin)
         check = _Check(begin.samples, begin.epochs if epochs is None else epochs)
-        if begin.together:
+        if begin.rounds:
+            _rounds(self.written, check)
+        elif begin.together:
             _together(self.written, check)
         else:
             _each_alone(self.written, check)
@@ -263,6 +266,24 @@ def _left(step: int, here: list[Place], held: list[Place], last: dict[int, int],
         check.tell(f"after step {step} weights differed: {_names([*held[:1], *living])}")
     elif left:
         check.replaced += 1
+
+
+def _rounds(written: Sequence[Written], check: _Check) -> None:
+    """Rounds of those who were there, as with sync servers whose workers come and go."""
+    rounds: dict[str, list[Step]] = {}  # by the weights after it
+    for process in written:
+        for line in process.steps:
+            rounds.setdefault(line.weights, []).append(line)
+    for lines in rounds.values():
+        check.steps += 1
+        gave = {n for line in lines for n in line.samples}
+        if len({line.counted for line in lines}) > 1 or not gave <= set(lines[0].counted or ()) or lines[0].times > 1:
+            check.doubled += 1
+            check.tell(f"members differ in what counted in steps {sorted({line.step for line in lines})}")
+        check.count(lines[0].epoch, lines[0].counted or ())
+    if len({w.end.weights for w in written if w.end}) > 1:
+        check.unlike += 1
+        check.tell("members ended with different weights")
 
 
 def _each_alone(written: Sequence[Written], check: _Check) -> None:

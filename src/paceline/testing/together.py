@@ -7,7 +7,7 @@ Autograd, optimizers and loaders work per thread as well; what needs a process o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from paceline.core.status import Status
@@ -19,9 +19,14 @@ T = TypeVar("T")
 
 
 def together(
-    size: int, body: Callable[[Group], T], *, hosts: Sequence[str] | None = None, limit_s: float = 20.0
+    size: int,
+    body: Callable[[Group], T],
+    *,
+    hosts: Sequence[str] | None = None,
+    labels: Mapping[int, tuple[str, ...]] | None = None,
+    limit_s: float = 20.0,
 ) -> list[T]:
-    """What `body` returns on each member, by rank; the first failure is raised.
+    """What `body` returns on each member, by rank; the first failure is raised. `labels` are by rank too.
 
     >>> import torch
     >>> together(2, lambda group: group.all_reduce(torch.tensor([float(group.rank + 1)])).item())
@@ -29,7 +34,8 @@ def together(
     """
     hosts = hosts or ["here"] * size
     wires = [Wires("a token that only this test knows") for _ in range(size)]
-    view = View(number=1, members=tuple(w.describe(r, hosts[r]) for r, w in enumerate(wires)))
+    own = labels or {}
+    view = View(number=1, members=tuple(w.describe(r, hosts[r], own.get(r, ())) for r, w in enumerate(wires)))
     results: dict[int, T] = {}
     groups: dict[int, Group] = {}
     failures: list[tuple[int, BaseException]] = []

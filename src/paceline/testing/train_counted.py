@@ -27,27 +27,41 @@ def main() -> None:
     parser.add_argument(
         "--frozen-mb", type=int, default=0, help="of parameters that are not trained, to make heavy states"
     )
+    parser.add_argument("--sample-s", type=float, default=0.0, help="and that each sample of it takes")
+    parser.add_argument("--slow", type=int, default=-1, help="a member that takes three times as long for a sample")
+    parser.add_argument("--width", type=int, default=32, help="of the model")
+    parser.add_argument("--processes", type=int, default=0, help="that must have begun before the second epoch ends")
     options = parser.parse_args()
 
     run = paceline.join()
     torch.manual_seed(run.seed)
-    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+    net = nn.Sequential(nn.Linear(8, options.width), nn.ReLU(), nn.Linear(options.width, 2))
     net.register_parameter("heavy", nn.Parameter(torch.ones(options.frozen_mb << 18), requires_grad=False))
     model = Counted(net, options.samples).to(run.device)
     optimizer = torch.optim.SGD(model.groups(momentum=0.9), lr=0.05)
     optimizer = run.optimizer(optimizer, model)
     loader = run.loader(Numbered(options.samples), batch_size=options.batch_size)
     book = Book(run, model, loader, options.epochs, options.ledger)
+    sample_s = options.sample_s * (3 if book.member == options.slow else 1)
 
-    for _ in run.epochs(options.epochs):
+    deadline = time.monotonic() + 60.0
+    for epoch in run.epochs(options.epochs):
         for x, y, numbers in loader:
-            time.sleep(options.step_s)
+            time.sleep(options.step_s + sample_s * len(x))
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y) + model.count(numbers)
             loss.backward()  # type: ignore[no-untyped-call]
             book.step(optimizer, numbers)
             run.log(loss=loss)
+            if epoch == 1:
+                wait_for(options.processes, options.ledger, deadline)
     book.end()
+
+
+def wait_for(processes: int, ledger: Path, deadline: float) -> None:
+    """Until so many have begun to write: some that were started again take their time."""
+    while len(list(ledger.glob("member-*"))) < processes and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -100,13 +100,16 @@ class Ending:
         self._events.emit("end", **end)
         if not self.first or not last.get("step"):
             return
+        from paceline.train.history import read
         from paceline.train.report import write_report
         from paceline.train.summary import print_summary, summarise, write_summary
 
         summary = summarise({"kind": "end", **end}, self.start)
         try:
+            history = read(self._directory)
+            summary = msgspec.structs.replace(summary, views=history.views)
             write_summary(summary, self._directory)
-            report = write_report(self._directory)
+            report = write_report(self._directory, history)
         except OSError as error:  # a full disk at the very end takes nothing from the training
             print(f"paceline: the report could not be written: {error}", file=sys.stderr)
             report = None

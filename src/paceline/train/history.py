@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from paceline.core.events import Event
 from paceline.train.figures import value
+from paceline.train.views import Counted, Views
 
 Floats = npt.NDArray[np.float64]
 
@@ -100,12 +101,18 @@ class History:
         self.epochs = Curve()  # at which step each epoch began
         self.times: dict[int, Times] = {}  # by rank
         self.checkpoints: list[Event] = []
+        self.counted = Counted()  # changes of view since the last start
+        self.stragglers: list[Event] = []  # and changes of shares
         self.warnings: Counter[tuple[int, str]] = Counter()  # (rank, message), in the order of their first time
         self.step = 0
         self.began = 0.0
         self.last = 0.0
         self.elapsed_s = 0.0  # over all parts of a resumed run, without the time between them
         self.unread = 0  # lines that could not be read
+
+    @property
+    def views(self) -> Views | None:
+        return self.counted.views
 
     @property
     def resumed_steps(self) -> list[int]:
@@ -179,7 +186,7 @@ def _take(event: Event, history: History) -> None:
     kind = event.get("kind")
     if kind == "start":
         history.starts.append(event)
-        history.end = None
+        history.end, history.counted = None, Counted()
         resumed = int(value(event.get("resumed_step") or 0))
         for curve in (*history.scalars.values(), *history.metrics.values(), history.epochs):
             curve.forget(resumed)
@@ -194,5 +201,10 @@ def _take(event: Event, history: History) -> None:
         curve.add(int(value(history.step if step is None else step)), event.get("value"))
     elif kind == "checkpoint":
         history.checkpoints.append(event)
+    elif kind == "view":
+        began = history.starts[-1].get("time") if history.starts else 0.0
+        history.counted.add(event, value(began or 0.0))
+    elif kind in ("straggler", "shares"):
+        history.stragglers.append(event)
     elif kind == "end":
         history.end = event

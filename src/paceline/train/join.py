@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.core import queue
 from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
 from paceline.core.settings import Settings
-from paceline.core.status import Status
+from paceline.core.status import BEFORE, Status
 from paceline.core.view import Member, View
 from paceline.environment import Place, detect
 from paceline.membership import Meeting, meet
@@ -30,6 +31,7 @@ from paceline.server.dealing import Dealer
 from paceline.server.outside.desk import Desk
 from paceline.strategies import AllReduce, Strategy, choose, make_strategy, words_of
 from paceline.strategies.server import Served
+from paceline.train import pacing
 from paceline.train.ending import Ending
 from paceline.train.progress import MODES, make_progress
 from paceline.train.rates import RULES, factor
@@ -76,18 +78,19 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             asked = asked.with_(name=make_directory(Path(asked.root), "", script).name)
         for old in Path(asked.root, asked.name, "status").glob("rank-*"):  # of members that are gone
             old.unlink(missing_ok=True)
+        queue.clear(Path(asked.root, asked.name))
     wires: list[Wires] = []
 
     def describe(token: str) -> Member:
         if place.size == 1:
             return Member(rank=0, host=place.host, pid=0)
         wires.append(Wires(token, _address(place)))
-        return wires[0].describe(place.rank, place.host)
+        return wires[0].describe(place.rank, place.host, place.labels)
 
     line: Line | None = None
     if place.scheduler:
         wires.append(Wires(place.token, _address(place)))
-        me = msgspec.structs.replace(wires[0].describe(place.rank, place.host), id=place.rank)
+        me = msgspec.structs.replace(wires[0].describe(place.rank, place.host, place.labels), id=place.rank)
         line = Line(place.scheduler, place.token, Arrive(id=place.rank, member=me), limit_s=asked.join_limit_s)
         meeting = Meeting(View(number=0, members=()), line.standing.settings, place.token)
     else:
@@ -98,7 +101,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     device = _device(agreed.device, place)
     chosen, said = _strategy(strategy, agreed)
     agreed = agreed.with_(strategy=words_of(chosen))
-    status = Status(directory / "status" / f"rank-{place.rank}", place.host)
+    status = Status(directory / "status" / f"rank-{place.rank}", place.host, place.labels)
     group, dealer, team = solo(), None, None
     rate = partial(factor, agreed.lr_rule if line else "keep", most=place.size)
     if line:
@@ -108,10 +111,13 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         team.meet()
         group = team.group
     elif wires:
+        status.epoch = BEFORE if meeting.late else 0
         status.set("connecting")
-        wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status)
-        if place.servers and chosen.forgives:
-            group = HubGroup(wires[0], range(place.workers), place.workers)
+        late_to = range(place.workers, place.size) if meeting.late else ()
+        wires[0].join(meeting.view, place.rank, limit_s=agreed.wait_limit_s, status=status, late_to=late_to)
+        if place.servers and (chosen.forgives or meeting.replaces):
+            workers = range(place.workers)
+            group = HubGroup(wires[0], workers, place.workers, replaces=meeting.replaces, late=meeting.late)
             dealer = Dealer(wires[0], place.workers)
         else:
             group = _form(wires[0], place.workers, agreed.transport, device)
@@ -157,6 +163,9 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         servers=range(place.workers, place.size),
         dealer=dealer,
         team=team,
+        labels=place.labels,
+        replaces=meeting.replaces,
+        late=meeting.late,
         rate=rate,
         lead=lead,
     )
@@ -184,8 +193,8 @@ def _check_elastic(strategy: Strategy, settings: Settings) -> None:
     """Refuse what cannot lose a member in place yet."""
     if not isinstance(strategy, AllReduce):
         raise ConfigError(
-            f"-n MIN:MAX goes with --strategy allreduce, not with {settings.strategy}: start it with -n N; with server "
-            "processes, async and bounded go on without a worker that is lost"
+            f"-n MIN:MAX and a script whose strategy is {settings.strategy}: say so on the command line too, as in "
+            "--strategy async, so that there are server processes, which outlive a lost worker"
         )
     if settings.transport not in ("auto", "own"):
         raise ConfigError(
@@ -254,7 +263,12 @@ def _without_effect(given: dict[str, Any], agreed: Settings) -> list[str]:
 
 
 def _check_words(settings: Settings) -> None:
-    for kind, known in {"transport": TRANSPORTS, "progress": MODES, "lr_rule": RULES}.items():
+    for kind, known in {
+        "transport": TRANSPORTS,
+        "progress": MODES,
+        "lr_rule": RULES,
+        "stragglers": pacing.RULES,
+    }.items():
         if (word := getattr(settings, kind)) not in known:
             raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
     make_strategy(settings.strategy, settings.codec)

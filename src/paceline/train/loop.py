@@ -17,16 +17,16 @@ import torch
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.events import Events
 from paceline.core.status import Status
-from paceline.core.step import StepReport
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
+from paceline.train.late import Late
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
+from paceline.train.pacing import Pacing
 from paceline.train.replica import Replica
 from paceline.train.saving import Saver
-from paceline.train.stragglers import Pace, Stragglers
 from paceline.train.team import Change, Team
 from paceline.train.window import Window
 from paceline.transport.group import Group
@@ -51,6 +51,7 @@ class Loop:
         team: Team | None,
         rate: Callable[[int], float],
         lead: Callable[[], object],
+        stragglers: str = "tell",
     ) -> None:
         self.under_way = False  # within the loop over epochs
         self.window = Window(self._warn)
@@ -78,11 +79,13 @@ class Loop:
             on_group=self._regrouped,
         )
         self._here = set(world.group.ranks)
-        self._stragglers = Stragglers()
-        self._cpu_s = time.process_time()
+        self._pacing = Pacing(stragglers, world=world, meter=meter, events=events, loaders=loaders, team=team)
+        self._late: Late | None = None  # where lost workers are replaced
+        if world.replaces and isinstance(world.group, HubGroup) and isinstance(strategy, Served):
+            self._late = Late(world.group, saver, strategy, seed)
         if team:
             world.elastic = True
-            world.together, world.mend = team.do, team.mend
+            world.together, world.mend = team.do, self._mend
             team.body, team.changed = self._replica, self._changed
 
     # ---- what the optimizer tells (train.optimizer.StepObserver)
@@ -94,7 +97,7 @@ class Loop:
             try:
                 self._replica.before_step()
             except Interrupted as error:  # what this newcomer needs does not come
-                self._team.mend(error)
+                self._mend(error)
                 return False
         return True
 
@@ -104,13 +107,14 @@ class Loop:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.window.open = False
         if self._world.dropped:
+            self._replica.put_back()
             return
         self._strategy.stepped(optimizer)
         if self._team:
             self._team.commits += 1
             self._replica.committed()
         if optimizer is self._optimizers[0]:
-            self._watch_pace(self._meter.after_step())
+            self._pacing.after_step(self._meter.after_step())
             saves = self._world.granted or (self._world.group.size == 1 and self._world.wish)
             self._replica.saving = self._replica.saving or saves
             self._world.granted = False
@@ -139,7 +143,11 @@ class Loop:
             self._team.begin(self._resume_for_all)
             place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
         else:
-            place = self._saver.resume()
+            if self._world.replaces:
+                self.warn_of_untracked()
+            place = self._late.enter() if self._late and self._world.late else self._saver.resume()
+            self._world.late = False
+        self._pacing.begin(self._strategy)
         if place is not None:
             self._meter.step, _, self._replica.epoch_step = place
             self._status.step = self._meter.step
@@ -162,7 +170,7 @@ class Loop:
             self._meter.step, self._meter.epoch, self._replica.epoch_step = place
 
     def _enter_epoch(self, epoch: int, count: int) -> None:
-        self._meter.epoch = self._status.epoch = epoch
+        self._meter.epoch = epoch
         steps = None
         for loader in self._loaders:
             if loader.epoch != epoch:  # a resumed loader stands in the middle of this epoch already
@@ -170,9 +178,13 @@ class Loop:
         self._outermost.enter_epoch()
         with contextlib.suppress(TypeError):
             steps = self._loaders[0].whole if self._loaders else None
+        self._status.enter(epoch, self._replica.epoch_step, steps or 0)
         self._status.set("training")
         self._events.emit("epoch", epoch=epoch, epochs=count, steps=steps, step=self._replica.epoch_step)
+        if self._late:
+            self._late.tell(epoch, self._meter.step)
         self._meter.start()
+        self._pacing.start()
 
     def _leave_epoch(self, epoch: int, *, last: bool) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
@@ -187,6 +199,8 @@ class Loop:
             self.tell_metric(f"epoch/{name}", value)
         for rank in sorted(self._here - set(self._present())):
             self._events.emit("lost", member=rank, step=self._meter.step, epoch=epoch)
+        for rank in sorted(set(self._present()) - self._here):
+            self._events.emit("joined", member=rank, step=self._meter.step, epoch=epoch)
         self._here = set(self._present())
         for loader in self._loaders:
             loader.enter_epoch(epoch + 1)
@@ -205,21 +219,40 @@ class Loop:
         if not self._outermost.asks(loader, self._meter.step, due=self._replica.saving):
             return
         if self._team:
+            alone = self._team.group.size == 1 and self._team.sent_home  # nobody to agree with
+            if alone and self._saver.enabled and not self._world.dropped:
+                self._replica.saving = True
+            if self._replica.saving and (self._world.moving or alone):
+                self._save_now()  # before the group changes: all may leave
             self._boundary(self._team)
         if self._replica.saving:
-            if self.quiet:
-                self.quiet()
-            self.save(self._meter.epoch)
-            self._replica.saving = self._world.wish = False
+            self._save_now()
+
+    def _save_now(self) -> None:
+        """All have agreed to."""
+        if self.quiet:
+            self.quiet()
+        self.save(self._meter.epoch)
+        self._replica.saving = self._world.wish = False
 
     def _boundary(self, team: Team) -> None:
         """Where members come and go, they do so here, and a step that was dropped is over."""
         if not team.turn():
             return
         self._replica.restore()
+        began = time.monotonic()
         self._settle(team)
         team.between(moving=self._world.moving)
+        self._world.waited_s += time.monotonic() - began  # for others, perhaps until there are enough
         self._world.move = team.called
+        self._world.wish = self._world.wish or (team.sent_home and self._saver.enabled)  # so that nothing is lost
+
+    def _mend(self, error: Interrupted) -> None:
+        """The group broke: what it takes to form another one is no time of this member's own."""
+        assert self._team is not None
+        began = time.monotonic()
+        self._team.mend(error)
+        self._world.waited_s += time.monotonic() - began
 
     def _settle(self, team: Team) -> None:
         if not team.settle():
@@ -255,25 +288,13 @@ class Loop:
         group = self._world.group
         return group.ranks_here if isinstance(group, HubGroup) else group.ranks
 
-    def _watch_pace(self, report: StepReport) -> None:
-        before, self._cpu_s = self._cpu_s, time.process_time()
-        self._world.pace = (report.data_s, report.compute_s, self._cpu_s - before)
-        paces, self._world.paces = self._world.paces, []
-        if not paces:
-            return
-        everyone = [Pace(*paces[i : i + 3]) for i in range(0, len(paces), 3)]
-        for slow in self._stragglers.note(everyone):
-            name = self._team.id_of(slow.rank) if self._team else slow.rank
-            self._events.emit("straggler", member=name, times=slow.times, reason=slow.reason, step=self._meter.step)
-            if self._world.group.rank == 0:
-                print(f"paceline: member {name} {slow.text}", file=sys.stderr)
-
     def _regrouped(self, group: Group) -> None:
         old, self._world.group = self._world.group, group
         if old is not group:  # what a group counts begins anew
             self._world.sent_bytes += old.sent_bytes
             self._world.waited_s += old.waited_s
         self._meter.size = group.size
+        self._pacing.regrouped()
         self._here = set(group.ranks)
         self._world.granted = False
         if group.rank == 0 and not self._leads:
@@ -281,16 +302,25 @@ class Loop:
             self._lead()
 
     def _changed(self, change: Change) -> None:
+        self._status.enter(self._meter.epoch, self._replica.epoch_step, self._steps(change.size))
         self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
         if self._world.group.rank == 0:
             print(f"paceline: {change.text}", file=sys.stderr)
+
+    def _steps(self, size: int) -> int:
+        """Of this epoch, those to come taken by so many; 0: not known."""
+        loader = self._loaders[0] if self._loaders else None
+        if loader is None or loader.whole is None or loader.source.length is None:
+            return 0
+        left = loader.source.length - int(loader.committed()["consumed"])
+        return self._meter.step - self._replica.epoch_step + -(-left // (loader.batch_size * size))
 
     def warn_of_untracked(self) -> None:
         """A scheduler that no checkpoint holds."""
         scheduled = any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self._optimizers)
         if not scheduled or self._saver.holds(torch.optim.lr_scheduler.LRScheduler):
             return
-        if self._team:
+        if self._team or self._world.replaces:
             raise ConfigError(
                 "a learning-rate scheduler drives this optimizer, and members that come or are behind could not get "
                 "its state from the others: add run.track(scheduler=scheduler)"

@@ -65,7 +65,7 @@ class Meter:
         events: Events,
         status: Status,
         *,
-        size: int,
+        size: float,
         readings: Callable[[], tuple[float, float, int, float]],
     ) -> None:
         self.step = 0
@@ -75,7 +75,7 @@ class Meter:
         self.totals["sent_bytes"] = 0
         self._events = events
         self._status = status
-        self.size = size
+        self.size = size  # times this member's samples are those of all
         self._readings = readings
         self._scalars = Scalars()
         self._epoch_scalars: dict[str, tuple[float, int]] = {}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import Coming, Lent, Pipe, digest, pack, unpack
+from paceline.core.errors import ConfigError
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.train.groups import SavedOptimizer
@@ -127,6 +128,12 @@ class Replica:
         if data is None:
             return
         state = unpack(memoryview(data))
+        if odd := sorted(state["parts"].keys() ^ self._saver.parts.keys()):
+            whose = "the others" if odd[0] in state["parts"] else "this member"
+            raise ConfigError(
+                f"{odd[0]!r} is known to {whose} only: where members come and go, call run.optimizer, run.loader and "
+                "run.track before run.epochs, so that newcomers have the same"
+            )
         self._saver.restore(state["parts"], self._put)
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self._world.passed = 0
@@ -137,6 +144,19 @@ class Replica:
             assert self._healing is not None
             assert self._healing.pipe is not None
             self._coming = Coming(state["late"], self._healing.pipe, self._world.limit_s)
+
+    def put_back(self) -> None:
+        """A step was dropped: what the loop looks at in the rest of its turn is as of the last commit, but for batches.
+        What it changes there is put back too, when it asks for its next one."""
+        if self._held is None:
+            return
+        state = unpack(memoryview(self._held))
+
+        def put(part: Stateful, own: dict[str, Any]) -> None:
+            if not isinstance(part, Loader):
+                part.load_state_dict(own)
+
+        self._saver.restore(state["parts"], put)
 
     def _put(self, part: Stateful, own: dict[str, Any]) -> None:
         if isinstance(part, Loader):
@@ -150,7 +170,8 @@ class Replica:
     def _deal_anew(self) -> None:
         rank, size = self._seat
         for loader in self._loaders:
-            if not self._healing or (loader.terms.rank, loader.terms.size) != (rank, size):
+            terms = loader.terms
+            if not self._healing or (terms.rank, terms.size, terms.widths) != (rank, size, ()):
                 loader.go_on(loader.committed(), rank, size, idle=self._idle)
 
     @property

@@ -32,9 +32,9 @@ _MOST_STACKS = 16  # members whose time is drawn; the table has all
 _TIME_BINS = 200
 
 
-def write_report(run_dir: Path) -> Path:
-    """Writes report.html into the directory of a run, from its events."""
-    history = read(run_dir)
+def write_report(run_dir: Path, history: History | None = None) -> Path:
+    """Writes report.html into the directory of a run, from its events; `history` is what was read of them already."""
+    history = history or read(run_dir)
     path = run_dir / "report.html"
     part = path.with_name(path.name + ".part")
     part.write_text(page(history, run_dir.resolve()), encoding="utf-8")
@@ -45,7 +45,7 @@ def write_report(run_dir: Path) -> Path:
 def page(history: History, run_dir: Path) -> str:
     """The whole document."""
     start = history.starts[-1] if history.starts else {}
-    summary = summarise(history.end or _end_so_far(history), start)
+    summary = summarise(history.end or _end_so_far(history), start, history.views)
     title = html.escape(clean(start.get("name") or run_dir.name, 200))
     keyed: dict[str, Any] = {}
     sections = [
@@ -60,6 +60,8 @@ def page(history: History, run_dir: Path) -> str:
         _section("Samples per second over training time", _speed(history, keyed)),
         _section("Where the time went", _stacks(history, summary, keyed)),
         _section("Members", tables.members(summary)),
+        _section("Members that came and went", tables.views(summary.views)),
+        _section("Stragglers", tables.stragglers(history)),
         _section("Checkpoints", tables.checkpoints(history.checkpoints, run_dir)),
         _section("Warnings", tables.warnings(history)),
     ]

@@ -18,15 +18,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.events import Events
 from paceline.core.settings import Settings
 from paceline.core.status import Status
-from paceline.data import ByFile, Loader
-from paceline.data.sampler import Deal
+from paceline.data import Loader
 from paceline.data.uploads import Uploads
-from paceline.server.dealing import Dealer, DealsFor
-from paceline.server.outside.taking import Taker
+from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
 from paceline.train.ending import Ending
+from paceline.train.feeding import Feeding, refuse_given
 from paceline.train.groups import SavedOptimizer
 from paceline.train.loop import Loop
 from paceline.train.meter import Meter
@@ -36,6 +35,7 @@ from paceline.train.replica import MODEL
 from paceline.train.saving import Saver, Stateful
 from paceline.train.team import Team
 from paceline.transport.group import Group
+from paceline.transport.hub import HubGroup
 from paceline.transport.wires import Wires
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -59,6 +59,9 @@ class Run:
         servers: Sequence[int] = (),
         dealer: Dealer | None = None,
         team: Team | None = None,
+        labels: tuple[str, ...] = (),
+        replaces: bool = False,
+        late: bool = False,
         rate: Callable[[int], float] = lambda size: 1.0,
         lead: Callable[[], object] = lambda: None,
     ) -> None:
@@ -66,6 +69,7 @@ class Run:
         self.dir = directory
         self.device = device
         self.seed = settings.seed
+        self.labels = labels  # that this member was given
         self._dealer = dealer
         if dealer:
             dealer.rest = strategy.rest
@@ -83,24 +87,37 @@ class Run:
             wires=wires,
             servers=servers,
             limit_s=settings.wait_limit_s,
+            replaces=replaces,
+            late=late,
         )
         self._team = team
         self._saver = Saver(
             directory / "checkpoints",
             settings.checkpoint_keep,
-            settings.checkpoint_every_s,
+            0.0 if replaces else settings.checkpoint_every_s,  # those who come and go meet between epochs only
             self._world,
             events,
             settings.seed,
             strategy,
         )
         self._saver.add("strategy", strategy)
-        self._world.leases = self._leases
         if settings.fresh:
             self._saver.clear()
-        self._loaders: list[Loader] = []
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._feeding = Feeding(
+            self._world,
+            strategy,
+            dealer=dealer,
+            team=team,
+            labels=labels,
+            place=lambda: (self.rank, self.size),
+            asked=lambda loader: self._loop.asked(loader),
+            owed=lambda: self._loop.window.open,
+            warn=self._warn,
+        )
+        self._loaders = self._feeding.loaders
+        self._world.leases = self._feeding.leases
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
         self._loop = Loop(
@@ -116,6 +133,7 @@ class Run:
             team=team,
             rate=rate,
             lead=lead,
+            stragglers=settings.stragglers,
         )
         self._began = False
         self._pool: Pool | None = None  # threads that train now
@@ -178,29 +196,8 @@ class Run:
 
         `batch_size` is per member. For the options see `paceline.data.Loader`.
         """
-        _refuse_given("run.loader", options)
-        if self._team and (isinstance(options.get("partition"), ByFile) or isinstance(dataset, Uploads)):
-            what = "uploads" if isinstance(dataset, Uploads) else "files that members open for themselves (ByFile)"
-            raise ConfigError(
-                f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
-                "give a dataset with a length, or a stream"
-            )
-        loader = Loader(
-            dataset,
-            batch_size=batch_size,
-            rank=self.rank,
-            size=self.size,
-            device=self.device,
-            seed=options.pop("seed", self.seed),
-            draw=self._drawn if options.get("pad", True) else None,  # evaluation weighs nothing
-            before=lambda: self._loop.asked(loader),
-            agree=self._agree,
-            deal=self._deals(len(self._loaders)),
-            owed=lambda: self._loop.window.open,
-            on_note=self._warn,
-            **options,
-        )
-        self._loaders.append(loader)
+        seed = options.pop("seed", self.seed)
+        loader = self._feeding.loader(dataset, batch_size, seed, self.device, options)
         self._saver.add(f"loader.{len(self._loaders) - 1}", loader)
         return loader
 
@@ -211,16 +208,7 @@ class Run:
             limit: samples of an epoch, over all members; 0: as many as come until `finish_uploads()`.
             like: a sample whose form all must have: others are refused where they are uploaded.
         """
-        wires, servers = self._world.wires, self._world.servers
-        if wires is None:
-            raise ConfigError(
-                "run.uploads(): a run of one process has no desk; start it with paceline run -n 2 or more"
-            )
-        if limit < 0:
-            raise ConfigError(f"run.uploads(limit={limit}): must not be negative")
-        size = 1 if self._dealer else self.size
-        desk = servers[0] if servers else 0
-        return Uploads(Taker(wires, desk, size=size, limit=limit, like=like, rest=self._strategy.rest))
+        return self._feeding.uploads(limit, like)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from where the last checkpoint ended up to `count`; checkpoints at the end of each."""
@@ -299,7 +287,7 @@ class Run:
             )
         self._strategy.turn(gate)
         if self._dealer:  # in sync without backups nobody may have more batches than the others
-            self._dealer.deals = self._strategy.forgives
+            self._dealer.deals = self._strategy.forgives or self._world.replaces
         self._events.emit("turn", gate=self._strategy.gate.words, step=self._meter.step)
 
     def log(self, **values: Any) -> None:
@@ -336,7 +324,7 @@ class Run:
         `measure(*batch)` returns names and values: one per sample, or the mean of the batch. Models are in evaluation
         mode and no gradients are kept. Everyone gets the result; it is written to the events as metrics.
         """
-        _refuse_given("run.evaluate", options)
+        refuse_given("run.evaluate", options)
         for name in ("shuffle", "seed", "pad"):
             if name in options:
                 raise ConfigError(
@@ -348,16 +336,17 @@ class Run:
             self._strategy.together()
 
         def everyone(group: Group) -> dict[str, float]:
+            here = group.ranks_here if isinstance(group, HubGroup) else range(group.size)
             loader = Loader(
                 dataset,
                 batch_size=batch_size,
-                rank=group.rank,
-                size=group.size,
+                rank=here.index(group.rank),
+                size=len(here),
                 device=self.device,
                 seed=self.seed,
                 shuffle=False,
                 pad=False,
-                agree=self._agree,
+                agree=self._feeding.agree,
                 **options,
             )
             batches = ((batch, loader.last_real) for batch in loader)
@@ -421,21 +410,6 @@ class Run:
 
     # ---- inside
 
-    def _drawn(self, real: int, nominal: int) -> None:
-        if torch.is_grad_enabled():  # a loop that only looks at a data set must not weigh in
-            self._tally.add(real, nominal)
-        elif real != nominal:
-            self._tally.passed_over = True
-
-    def _deals(self, loader: int) -> Deal | None:
-        return DealsFor(self._dealer, str(loader)) if self._dealer else None
-
-    def _leases(self) -> dict[str, tuple[int, ...]]:
-        return {course: numbers for loader in self._loaders for course, numbers in loader.leases().items()}
-
-    def _agree(self, value: int) -> list[int]:
-        return [int(t) for t in self.group.all_gather(torch.tensor([value]))]
-
     def _in_place(self, tensor: torch.Tensor, operation: Callable[[Group, torch.Tensor], Any]) -> torch.Tensor:
         """Where it may be done again, with what was there before."""
         if self._team is None:
@@ -467,6 +441,8 @@ class Run:
     def _finish(self) -> Mapping[str, Any]:
         self._ending.left_early = self._loop.under_way
         if self._team:
+            if self._team.drained:
+                self._saver.report(wait=True)  # who has left may be ended at any time
             early = "drained" if self._team.drained else "failed"
             self._team.leave(early if self._ending.failed or self._loop.under_way else "finished")
         self._saver.close()
@@ -476,9 +452,3 @@ class Run:
 
     def _warn(self, message: str) -> None:
         self._events.emit("warning", message=message)
-
-
-def _refuse_given(call: str, options: Mapping[str, Any]) -> None:
-    for name in ("rank", "size", "device"):
-        if name in options:
-            raise ConfigError(f"{call}(..., {name}=...): the run gives each loader its own {name}; leave it out")

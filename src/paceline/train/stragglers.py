@@ -1,13 +1,15 @@
 """Members that hold the others up, found by their own time and not by the wait that they cause.
 
 Each member tells with its gradients how long its last turn took without waiting for others: for data, for computing,
-and how much processor time it had. All get the same numbers; the first member tells of a straggler, by name and with
-the likely reason, once until it has caught up.
+how much processor time it had, and how its slowest link to another host does. All get the same numbers; the first
+member tells of a straggler, by name and with the likely reason, once until it has caught up.
 
     slow     its own time, in the mean of the last turns, is more than half as long again as the median of the others'
     data     most of what it takes longer is spent waiting for batches
     load     it has less processor time in a second of computing than the others: something else runs on its host
     compute  it computes as undisturbed as the others, but slower
+    network  its own time is as short as the others', but everyone waits, and its link to another host carries less
+             than a third of what the others' do
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paceline.train import links
+from paceline.train.links import Slow, Told
+
 _SLOW = 1.5  # times the others' median
 _CAUGHT_UP = 1.2
 _TURNS = 20  # that a mean looks back, about; and that it takes before anybody is named
 _STARVED = 0.75  # of the share of a processor that the others get
 _LEAST_S = 1e-3  # of a turn; shorter ones are not worth a word
+_WAITS = 0.2  # of a turn that everyone waits, at least, where the exchange is what takes time
 
 
 class Pace(NamedTuple):
@@ -29,10 +35,28 @@ class Pace(NamedTuple):
     data_s: float
     compute_s: float
     cpu_s: float  # of all its threads, while it computed
+    wait_s: float = 0.0  # for others
+    link: Told = Told()  # its slowest to another host
 
     @property
     def own_s(self) -> float:
         return self.data_s + self.compute_s
+
+    def numbers(self) -> tuple[float, ...]:
+        """To be told; `heard` reads them."""
+        return (*self[:4], *self.link)
+
+
+def heard(numbers: Sequence[float]) -> list[Pace]:
+    """Everyone's, in the order of ranks.
+
+    >>> pace = Pace(0.5, 1.0, 2.0, 0.25, Told(1e6, 0.125, 3))
+    >>> heard([*pace.numbers(), *pace.numbers()]) == [pace, pace]
+    True
+    """
+    width = len(Pace(0.0, 0.0, 0.0).numbers())
+    rows = [numbers[i : i + width] for i in range(0, len(numbers), width)]
+    return [Pace(row[0], row[1], row[2], row[3], Told(row[4], row[5], int(row[6]))) for row in rows]
 
 
 class Straggler(NamedTuple):
@@ -40,40 +64,72 @@ class Straggler(NamedTuple):
 
     rank: int
     times: float  # the others' median
-    reason: str  # data, load, compute
+    reason: str  # data, load, compute, network
     text: str
+    turns: int = 0  # since it was found
 
 
 class Stragglers:
-    """Fed with everyone's pace after each step."""
+    """Fed with everyone's pace after each step; a new one for each view, whose ranks are others'.
 
-    def __init__(self) -> None:
+    `names` are the members' by rank; by default, their ranks.
+    """
+
+    def __init__(self, names: Sequence[object] = ()) -> None:
+        self._names = names
         self._means: list[Pace] = []
         self._seen = 0
-        self._named: set[int] = set()
+        self._found: dict[int, Straggler] = {}
 
     def note(self, paces: Sequence[Pace]) -> list[Straggler]:
         """Those who are found to be slow now, and were not before."""
-        if len(paces) != len(self._means):  # another view: ranks are others'
-            self._means, self._seen, self._named = [Pace(*p) for p in paces], 0, set()
+        if len(paces) != len(self._means):
+            self._means, self._seen, self._found = [Pace(*p) for p in paces], 0, {}
         self._seen += 1
         share = 1 / min(self._seen, _TURNS)
         self._means = [
-            Pace(*(old + share * (new - old) for old, new in zip(mean, pace))) for mean, pace in zip(self._means, paces)
+            Pace(
+                mean.data_s + share * (pace.data_s - mean.data_s),
+                mean.compute_s + share * (pace.compute_s - mean.compute_s),
+                mean.cpu_s + share * (pace.cpu_s - mean.cpu_s),
+                mean.wait_s + share * (pace.wait_s - mean.wait_s),
+                pace.link,  # a mean already
+            )
+            for mean, pace in zip(self._means, paces)
         ]
         if self._seen < _TURNS or len(paces) < 2:
             return []
-        found = []
+        before, self._found = self._found, {}
+        networks = {named: self._by_network(named) for named in (False, True)}
         for rank, mean in enumerate(self._means):
-            others = [p for r, p in enumerate(self._means) if r != rank]
-            usual = max(statistics.median(p.own_s for p in others), 1e-9)
-            times = mean.own_s / usual
-            if times < _CAUGHT_UP:
-                self._named.discard(rank)
-            if times > _SLOW and mean.own_s > _LEAST_S and rank not in self._named:
-                self._named.add(rank)
-                found.append(self._explained(rank, mean, others, times))
-        return found
+            named = rank in before
+            slow = self._by_own_time(rank, mean, _CAUGHT_UP if named else _SLOW)
+            if slow is None and rank in networks[named]:
+                slow = self._by_link(rank, networks[named][rank])
+            if slow is not None:
+                self._found[rank] = slow._replace(turns=before[rank].turns + 1 if named else 0)
+        return [slow for rank, slow in self._found.items() if rank not in before]
+
+    @property
+    def slowest(self) -> Straggler | None:
+        """Of those who are slow now, the one that has been for longest."""
+        return max(self._found.values(), key=lambda slow: (slow.turns, slow.times), default=None)
+
+    def _by_own_time(self, rank: int, mean: Pace, limit: float) -> Straggler | None:
+        others = [p for r, p in enumerate(self._means) if r != rank]
+        times = mean.own_s / max(statistics.median(p.own_s for p in others), 1e-9)
+        return self._explained(rank, mean, others, times) if times > limit and mean.own_s > _LEAST_S else None
+
+    def _by_network(self, named: bool) -> dict[int, Slow]:
+        turn_s = statistics.median(p.own_s + p.wait_s for p in self._means)
+        if min(p.wait_s for p in self._means) < _WAITS * turn_s:  # somebody is hardly waiting: it is not the exchange
+            return {}
+        told = {rank: pace.link for rank, pace in enumerate(self._means)}
+        return links.find(told, turn_s, links.CAUGHT_UP if named else links.SLOWER)
+
+    def _by_link(self, rank: int, slow: Slow) -> Straggler:
+        names = dict(enumerate(self._names or range(len(self._means))))
+        return Straggler(rank, slow.usual / slow.bytes_per_s, "network", slow.text(rank, names))
 
     def _explained(self, rank: int, mean: Pace, others: list[Pace], times: float) -> Straggler:
         more_data = mean.data_s - statistics.median(p.data_s for p in others)

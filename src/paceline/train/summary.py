@@ -22,6 +22,7 @@ from rich.text import Text
 from paceline.core.events import Event
 from paceline.core.lost import Lost
 from paceline.train import figures
+from paceline.train.views import Views
 
 WAIT_LIMIT = 0.30  # shares of the time above which something is worth saying
 DATA_LIMIT = 0.20
@@ -132,14 +133,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     apart: Apart | None = None
     members: tuple[Share, ...] = ()
     lost: tuple[Lost, ...] = ()
+    views: Views | None = None  # of an elastic run whose members came or went
 
     @property
     def lost_line(self) -> str:
-        return "; ".join(f"member {one.rank} was lost ({figures.clean(one.how, 80)})" for one in self.lost)
+        return "; ".join(figures.clean(str(one), 120) for one in self.lost)
 
 
-def summarise(end: Event, start: Event | None = None) -> Summary:
-    """The summary of an "end" event; what the "start" event said about the run goes along.
+def summarise(end: Event, start: Event | None = None, views: Views | None = None) -> Summary:
+    """The summary of an "end" event; what "start" said about the run goes along, and how members came and went.
 
     >>> a = {"rank": 0, "samples": 600, "seconds": 10, "data_s": 1, "compute_s": 4, "wait_s": 5}
     >>> b = {"rank": 1, "samples": 600, "seconds": 10, "data_s": 0, "compute_s": 10, "wait_s": 0}
@@ -176,6 +178,7 @@ def summarise(end: Event, start: Event | None = None) -> Summary:
         pushed=_pushed(raw),
         apart=_apart(raw),
         lost=_lost(end.get("lost")),
+        views=views,
     )
     return msgspec.structs.replace(summary, advice=_advice(summary))
 
@@ -263,6 +266,8 @@ def table(summary: Summary) -> RenderableType:
         parts += ["", rows]
     if summary.lost:
         parts += ["", Text(summary.lost_line, style="yellow")]
+    if summary.views:
+        parts += ["", Text(summary.views.text)]
     if summary.pushed:
         parts += ["", Text(summary.pushed.line)]
     if summary.apart:

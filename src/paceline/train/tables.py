@@ -1,4 +1,4 @@
-"""The tables of the report: members, checkpoints, warnings. Everything that comes from the run is escaped."""
+"""The tables of the report. Everything that comes from the run is escaped."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from paceline.train.figures import clean, value
 from paceline.train.history import History
 from paceline.train.story import SPLIT
 from paceline.train.summary import Share, Summary
+from paceline.train.views import HEADS, Views
 
-_MOST_ROWS = 50  # of checkpoints and warnings
+_MOST_ROWS = 50  # of stragglers, checkpoints and warnings
 
 
 def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
@@ -57,6 +58,35 @@ def members(summary: Summary) -> str:
 
 def _kind(member: Share, summary: Summary) -> str:
     return "slow" if member.rank == summary.slowest else "one"
+
+
+def views(views: Views | None) -> str:
+    if views is None:
+        return ""
+    rows = []
+    for view in views.last[::-1]:
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in view.cells)
+        rows.append(f"<tr>{cells}<td{_TEXT}>{html.escape(view.reason)}</td></tr>")
+    more = views.changes - len(rows)
+    note = f'<p class="note">and {more:,} before them</p>' if more else ""
+    return f'<p class="facts">{html.escape(views.line)}</p>' + _table((*HEADS, " because"), rows) + note
+
+
+def stragglers(history: History) -> str:
+    """Who held the others up, when and why, and what was done about it."""
+    rows = []
+    for event in history.stragglers[-_MOST_ROWS:]:
+        who, why, done = clean(event.get("member")), clean(event.get("text"), 300), clean(event.get("done"), 100)
+        if event.get("kind") == "shares":
+            names, samples = event.get("members"), event.get("samples")
+            parts = zip(names, samples) if isinstance(names, list) and isinstance(samples, list) else ()
+            who, why = "all", "shares of a global batch follow the members' speed"
+            done = clean(", ".join(f"{count} samples for {name}" for name, count in parts), 300)
+        cells = "".join(f"<td{_TEXT}>{html.escape(text)}</td>" for text in (who, why, done))
+        rows.append(f"<tr><td>{value(event.get('step')):,.0f}</td>{cells}</tr>")
+    more = len(history.stragglers) - len(rows)
+    note = f'<p class="note">and {more:,} before them</p>' if more else ""
+    return _table(("step", " member", " why", " done"), rows) + note if rows else ""
 
 
 def checkpoints(checkpoints: list[Event], run_dir: Path) -> str:

@@ -95,6 +95,7 @@ class Place(msgspec.Struct, frozen=True):
     turns: int  # of the loop that it has begun
     saving: bool = False  # after its last commit a checkpoint is due
     easy: bool = False  # it stands between two turns
+    begins: bool = False  # it has counted the turn that it is about to begin
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -135,6 +136,7 @@ class Team:
         self.operations = 0
         self.turns = 0  # of the loop that this member has begun
         self.lag = 0  # turns that it takes for nothing, to count as many as the others
+        self._begins = False  # the turn that was counted last has not begun yet
         self.drained = False  # this member was asked to leave, and does
         self.changed: Callable[[Change], object] = lambda change: None
         self.body: Body | None = None
@@ -217,6 +219,12 @@ class Team:
         heard = self._line.newest
         return heard is not None and heard.view.number > self._number
 
+    @property
+    def sent_home(self) -> bool:
+        """Whether all members are to leave."""
+        heard = self._line.newest
+        return self.called and heard is not None and not heard.view.members
+
     def turn(self) -> bool:
         """The loop begins its next turn; whether it is one that counts."""
         self.turns += 1
@@ -227,11 +235,13 @@ class Team:
 
     def between(self, *, moving: bool) -> None:
         """Between two steps; `moving`: all have agreed to go to the view that was announced."""
+        self._begins = True
         if moving or (self.group.size == 1 and self.called):
             self._form_next(None)
         while self.group.size < self._line.standing.least:
             self._status.set(f"waiting for members: {self.group.size} of at least {self._line.standing.least}")
             self._form_next(None)
+        self._begins = False
 
     def settle(self) -> bool:
         """Between two steps: newcomers that have taken their first one are members like all others.
@@ -259,6 +269,15 @@ class Team:
         self._report(error)
         _let_go(error)
         self._form_next(error)
+
+    @property
+    def least(self) -> int:
+        """With fewer members nobody takes a step."""
+        return self._line.standing.least
+
+    def slow(self, id: int, why: str) -> None:
+        """Ask the scheduler to let a member leave that holds the others up."""
+        self._line.slow(id, why)
 
     def leave(self, reason: str) -> None:
         self._line.leave(reason)
@@ -342,6 +361,7 @@ class Team:
             self.turns,
             saving=bool(body and body.saving),
             easy=bool(lend and body and not body.busy),
+            begins=self._begins,
         )
         told = group.exchange(msgspec.msgpack.encode(mine))
         places = [msgspec.msgpack.decode(each, type=Place) for each in told]
@@ -367,6 +387,8 @@ class Team:
         behind_by = most.turns - mine.turns
         self.lag = behind_by if mine.commits != NEW and behind_by <= _MOST_LAG else 0
         self.commits, self.operations, self.turns = most.commits, most.operations, most.turns - self.lag
+        if mine.commits == NEW and places[source].begins and not mine.begins:
+            self.turns -= 1  # it will count the turn that the others have counted already
         return behind
 
     def _state(self, healing: Healing | None) -> bytes:

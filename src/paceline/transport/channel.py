@@ -24,6 +24,7 @@ from typing import TypeAlias
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.transport import auth, tls
 from paceline.transport.address import is_loopback, join_address, split_address
+from paceline.transport.traffic import Traffic
 from paceline.transport.wire import Wire
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -80,6 +81,10 @@ class Channel:
     @property
     def closed(self) -> bool:
         return self._wire.closed
+
+    def traffic(self) -> Traffic:
+        """What has gone out and arrived, and how long that took."""
+        return self._wire.traffic()
 
     def notice_silence(self) -> None:
         """Break when what was sent is not acknowledged for a few seconds, as when a cable is cut.

@@ -28,6 +28,7 @@ from paceline.transport.mesh import Fault
 from paceline.transport.ring import Ring
 from paceline.transport.shared import Shared
 from paceline.transport.shared_arena import Background, SharedArena
+from paceline.transport.traffic import Traffic
 from paceline.transport.wires import Wires
 
 OPERATIONS = ("sum", "mean", "max", "min", "product")
@@ -84,6 +85,15 @@ class Group:
         """Seconds that the training thread has waited for others in arenas and shared memory."""
         shared = self._local.waited_s if self._local else 0.0
         return shared + self._past[1] + sum(a.waited_s for a in self._arenas)
+
+    def traffic(self) -> dict[int, Traffic]:
+        """By rank: what this member has sent to those of other hosts with whom it exchanges gradients."""
+        found: dict[int, Traffic] = {}
+        for ring in [r for r in self._rings if r is not self._all]:
+            for rank, sent in ring.traffic().items():
+                at = self.ranks.index(rank)
+                found[at] = found.get(at, Traffic()).plus(sent)
+        return found
 
     def arena(
         self,

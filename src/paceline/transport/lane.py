@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError, Interrupted, TimedOut
 from paceline.transport.channel import Channel
 from paceline.transport.mesh import Fault, Mesh
 from paceline.transport.sender import Sender
+from paceline.transport.traffic import Traffic
 
 _HEAD = struct.Struct("<16sQQ")  # which collective, how many came before, bytes
 HEAD_BYTES = _HEAD.size
@@ -49,6 +50,11 @@ class Lane:
     def sent_bytes(self) -> int:
         """By this member since the lane was made, as counted before encryption."""
         return sum(channel.sent_bytes for (_, sends), channel in list(self._channels.items()) if sends)
+
+    def traffic(self) -> dict[int, Traffic]:
+        """By rank: what this member has sent there."""
+        ways = [(self.ranks[at], channel) for (at, sends), channel in list(self._channels.items()) if sends]
+        return {rank: channel.traffic() for rank, channel in ways if not channel.closed}
 
     @contextlib.contextmanager
     def collective(self, kind: str, nbytes: int) -> Iterator[None]:

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.core.errors import AuthError, Interrupted, TimedOut
 from paceline.core.view import View
@@ -37,6 +37,7 @@ class Door:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind("\0" + self.name)
         self._socket.listen(256)
+        self._accepting = threading.Lock()
 
     def links(self, view: int, ranks: set[int], limit_s: float) -> dict[int, socket.socket]:
         """Those of `ranks` that have knocked for this view, after waiting up to `limit_s` for one more."""
@@ -49,6 +50,18 @@ class Door:
         for number, rank in [key for key in self._early if key[0] < view]:
             self._early.pop((number, rank)).close()
         return {rank: self._early.pop((view, rank)) for rank in ranks if (view, rank) in self._early}
+
+    def link(self, life: int, rank: int, limit_s: float) -> socket.socket:
+        """That of one who replaces a lost member, and knocks with its life in the place of a view's number."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            with self._accepting:
+                if (life, rank) in self._early:
+                    return self._early.pop((life, rank))
+                if arrival := self._accept(_TURN_S):
+                    self._early[arrival[:2]] = arrival[2]
+                elif time.monotonic() > deadline:
+                    raise TimedOut(f"member {rank} did not link to this one within {limit_s:g} s")
 
     def _accept(self, limit_s: float) -> tuple[int, int, socket.socket] | None:
         """The next member that knocks and holds the token: (view, rank, link); None after `limit_s`."""
@@ -79,14 +92,24 @@ class Links:
     """Links to all other members of this host, ready when the constructor returns.
 
     Where members come and go, `wanted` says whether the view still counts; without it nobody would end the wait for a
-    member that is lost before it has linked.
+    member that is lost before it has linked. One who replaces a lost member (`life`) links to those of `to`, who
+    `admit` it.
     """
 
     def __init__(
-        self, view: View, rank: int, door: Door, limit_s: float, wanted: Callable[[], bool] = lambda: True
+        self,
+        view: View,
+        rank: int,
+        door: Door,
+        limit_s: float,
+        wanted: Callable[[], bool] = lambda: True,
+        *,
+        life: int = 0,
+        to: Sequence[int] = (),
     ) -> None:
         host = view.members[rank].host
         self.rank = rank
+        self._door = door
         self.ranks = tuple(m.rank for m in view.members if m.host == host)
         self._links: dict[int, socket.socket] = {}
         self._early: dict[tuple[int, str], int] = {}  # descriptors that came before their lane was asked for
@@ -94,9 +117,9 @@ class Links:
         deadline = time.monotonic() + limit_s
         try:
             for other in self.ranks:
-                if other < rank:
-                    self._links[other] = _knock(view, other, door.token, rank, limit_s)
-            while missing := {other for other in self.ranks if other > rank} - self._links.keys():
+                if other in to if life else other < rank:
+                    self._links[other] = _knock(view, other, door.token, rank, limit_s, life or view.number)
+            while not life and (missing := {other for other in self.ranks if other > rank} - self._links.keys()):
                 left = deadline - time.monotonic()
                 if not wanted():
                     raise Interrupted(f"view {view.number} is over before it was formed")
@@ -108,6 +131,16 @@ class Links:
         except BaseException:
             self.close()
             raise
+
+    def admit(self, rank: int, life: int, limit_s: float) -> None:
+        """Link to one who replaces a lost member; what came from the one before it is dropped."""
+        link = self._door.link(life, rank, limit_s)
+        with self._taking:
+            old, self._links[rank] = self._links.get(rank), link
+            for key in [key for key in self._early if key[0] == rank]:
+                os.close(self._early.pop(key))
+        if old:
+            old.close()
 
     def give(self, rank: int, lane: str, descriptor: int) -> None:
         """Pass a descriptor to a member."""
@@ -162,14 +195,14 @@ class Links:
         self._early.clear()
 
 
-def _knock(view: View, at: int, token: str, rank: int, limit_s: float) -> socket.socket:
+def _knock(view: View, at: int, token: str, rank: int, limit_s: float, number: int) -> socket.socket:
     name = view.members[at].local
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.settimeout(limit_s)
     try:
         link.connect("\0" + name)
         _same_user(link)
-        link.send(_HELLO.pack(view.number, rank, _proof(token, name, view.number, rank)))
+        link.send(_HELLO.pack(number, rank, _proof(token, name, number, rank)))
     except OSError as error:
         link.close()
         gone = Interrupted(f"cannot reach member {at} on this host: {error}")

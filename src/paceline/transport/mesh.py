@@ -9,6 +9,9 @@ That is also how a fault gets its name. A member that waits says for whom (`wait
 its limit or a channel breaks, `trace` asks along the chain of who waits for whom until it finds the member
 that does not answer or waits for nobody, and `tell` closes the lane on all members and says why.
 
+One who replaces a lost member comes to a mesh that was formed without it: it has a life of its own (`life`), dials
+whomever it needs, and is not dialled. What it opens goes to `newcomer`, once the lane of the one before it is closed.
+
 A mesh lives as long as its view: connections of an older view are refused, those of a newer one told to try
 again later. The listener belongs to the member and serves the next mesh; `close` leaves it open, and
 refuses until then.
@@ -59,6 +62,7 @@ class _Hello(msgspec.Struct, frozen=True):
     lane: str
     sender: int = -1
     fault: Fault | None = None
+    life: int = 0  # 0: it was there when the view was formed
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -87,10 +91,13 @@ class Mesh:
         limit_s: float,
         *,
         encrypt: bool | None = None,
+        life: int = 0,
     ) -> None:
         self.view = view
         self.rank = rank
         self.limit_s = limit_s
+        self._life = life
+        self.newcomer: Callable[[int, str, int, Channel], None] | None = None  # gets rank, lane, life and channel
         self._members = {member.rank: member for member in view.members}
         if rank not in self._members:
             raise ConfigError(f"rank={rank} is not in view {view.number}, which has {sorted(self._members)}")
@@ -188,7 +195,7 @@ class Mesh:
 
     def _dial(self, key: _Key, deadline: float) -> Channel:
         rank, lane, sender = key
-        hello = _Hello("join", self.rank, self.view.number, lane, sender)
+        hello = _Hello("join", self.rank, self.view.number, lane, sender, life=self._life)
         while True:
             channel = self._connect(rank, deadline)
             try:
@@ -268,6 +275,8 @@ class Mesh:
                     channel.send_limit_s = self.limit_s
                     self._channels[_Key(hello.rank, hello.lane, hello.sender)] = channel
                     self._changed.notify_all()
+                    if hello.life and self.newcomer:
+                        self.newcomer(hello.rank, hello.lane, hello.life, channel)
                     return
         except PacelineError:
             pass  # it went away; if it needs the channel it dials again
@@ -295,6 +304,9 @@ class Mesh:
             return _Reply("welcome", "", self.waiting.get(hello.lane), self._faults.get(hello.lane))
         if hello.lane in self._faults:
             return _Reply("refused", f"member {self._faults[hello.lane].rank} broke the lane")
+        if hello.life:
+            old = self._channels.get(key)
+            return _Reply("early" if self.newcomer is None or (old and not old.closed) else "welcome")
         if key in self._channels or (key in self._dialing and self.rank > hello.rank):
             return _Reply("crossed")
         return _Reply("welcome")

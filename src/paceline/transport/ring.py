@@ -27,6 +27,7 @@ from paceline.core.errors import ConfigError
 from paceline.transport.lane import HEAD_BYTES, Lane
 from paceline.transport.link import Link, doubling_rounds
 from paceline.transport.mesh import Mesh
+from paceline.transport.traffic import Traffic
 
 _MEASURE_BYTES = 1 << 23  # at most, in one transfer
 _FEW = 16  # members: so many may have channels to everyone
@@ -144,6 +145,10 @@ class Ring:
     def sent_bytes(self) -> int:
         """By this member since the ring was formed."""
         return self._lane.sent_bytes
+
+    def traffic(self) -> dict[int, Traffic]:
+        """By rank: what this member has sent there."""
+        return self._lane.traffic()
 
     def close(self) -> None:
         """Close the channels: the abort."""

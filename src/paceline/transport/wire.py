@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.core.errors import Interrupted
+from paceline.transport.traffic import Traffic, traffic_of
 
 _GATHER = 64  # buffers per gathered write, far below the system's bound
 _TIMEVAL = struct.Struct("@ll")
@@ -57,6 +58,10 @@ class Wire:
         """Set an option of the socket."""
         with self:
             self._sock.setsockopt(level, name, value)
+
+    def traffic(self) -> Traffic:
+        with self:
+            return traffic_of(self._sock)
 
     def write(self, views: Sequence[memoryview], limit_s: float) -> int:
         """Write some bytes, waiting for room; how many. 0: there was no room within the limit."""

@@ -6,8 +6,9 @@ Opened before the members meet, so that the names can be told to all; joined to 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.core.errors import ConfigError
 from paceline.core.status import Status
@@ -16,6 +17,8 @@ from paceline.transport.address import is_loopback
 from paceline.transport.channel import Channel, Listener
 from paceline.transport.local import Door, Links
 from paceline.transport.mesh import Mesh, visit
+
+_LATE = 1 << 62  # above the number of any view
 
 
 class Wires:
@@ -29,22 +32,31 @@ class Wires:
         self._desk: Callable[[Channel], None] | None = None
         self._newest = 0  # number of the newest view that was heard of
 
-    def describe(self, rank: int, host: str) -> Member:
+    def describe(self, rank: int, host: str, labels: tuple[str, ...] = ()) -> Member:
         """This member as the others will see it."""
-        return Member(rank=rank, host=host, pid=os.getpid(), address=self._listener.address, local=self._door.name)
+        return Member(
+            rank=rank,
+            host=host,
+            pid=os.getpid(),
+            address=self._listener.address,
+            local=self._door.name,
+            labels=labels,
+        )
 
-    def join(self, view: View, rank: int, *, limit_s: float, status: Status) -> None:
+    def join(self, view: View, rank: int, *, limit_s: float, status: Status, late_to: Sequence[int] = ()) -> None:
         """Connect to the members of this host; channels to other hosts are opened when first used.
 
-        Called again for each view that follows; the connections of the one before are closed.
+        Called again for each view that follows; the connections of the one before are closed. One who replaces a lost
+        member of a view connects only to those of `late_to`, who let it in.
         """
+        life = _LATE | secrets.randbits(62) if late_to else 0
         self.leave()
         self.view = view
         self.rank = rank
         self.limit_s = limit_s
         self.status = status
-        self.links = Links(view, rank, self._door, limit_s, lambda: self._newest <= view.number)
-        self.mesh = Mesh(view, rank, self._token, self._listener, limit_s)
+        self.links = Links(view, rank, self._door, limit_s, lambda: self._newest <= view.number, life=life, to=late_to)
+        self.mesh = Mesh(view, rank, self._token, self._listener, limit_s, life=life)
         self.mesh.visit = self._desk
         if self._newest > view.number:
             self.leave()

@@ -1,0 +1,38 @@
+"""What can be dealt out again: where members come and go, others take over what they had not done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.data import ByFile, Loader
+from paceline.data.uploads import Uploads
+
+
+def check(dataset: Any, partition: Any) -> None:
+    """Refuse what only the member that has opened it can go on with."""
+    if isinstance(partition, ByFile) or isinstance(dataset, Uploads):
+        what = "uploads" if isinstance(dataset, Uploads) else "files that members open for themselves (ByFile)"
+        raise ConfigError(
+            f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
+            "give a dataset with a length, or a stream"
+        )
+
+
+def check_unbound(options: Mapping[str, Any]) -> None:
+    """Refuse samples that only some members may train, where all have a part in every step."""
+    if options.get("bound") is not None:
+        raise ConfigError(
+            "run.loader(..., bound=...): an elastic run without servers trains by all-reduce, in which all have a part "
+            "in every step: use --strategy async or bounded(...), or choose samples by run.labels yourself"
+        )
+
+
+def check_dealt(loader: Loader) -> None:
+    """With servers: refuse what is shared out among workers, of whom one may begin anew."""
+    if loader.terms.pad and not loader.dealt:
+        raise ConfigError(
+            "run.loader: where lost workers are replaced, batches are dealt out, of a dataset with a length and "
+            "without a partition of its own: give such a one, or leave --replacements and MIN:MAX out"
+        )

@@ -1,0 +1,118 @@
+"""Members that came and went in an elastic run, as its "view" events tell it: a row for each change, and their sums.
+
+The events of a run are those of its first member, whoever that was at the time, in one file (`history`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from paceline.core.events import Event
+from paceline.train import figures
+from paceline.train.figures import clean, value
+
+HEADS = ("view", "after", "step", "members", "lost", "joined", "healed", "took")
+_MOST = 50  # that are kept; of the earlier ones only what they add up to
+_SHOWN = 8  # in the terminal
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """One change. Members are named by their number for life."""
+
+    number: int
+    after_s: float  # since the run began
+    step: int
+    size: int
+    lost: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    healed: tuple[int, ...] = ()  # those that were given the state
+    seconds: float = 0.0  # until those who stayed went on
+    reason: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As `HEADS` names them."""
+        ids = (", ".join(map(str, each)) or "-" for each in (self.lost, self.joined, self.healed))
+        after = figures.duration(self.after_s)
+        return (str(self.number), after, f"{self.step:,}", str(self.size), *ids, f"{self.seconds:.2f} s")
+
+
+class Views(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them together."""
+
+    changes: int = 0
+    lost: int = 0  # members that went, each as often as it did
+    replaced: int = 0  # times that one which was lost came back, or another for it
+    joined: int = 0  # others that came
+    recovery_s: float = 0.0  # that those who stayed took after losses and broken connections
+    last: tuple[View, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """
+        >>> Views(changes=3, lost=1, replaced=1, recovery_s=0.5).line
+        'members came and went: 1 lost, 1 replaced, 0 joined, in 3 views; 0.50 s in recovery'
+        """
+        views = "1 view" if self.changes == 1 else f"{self.changes:,} views"
+        return (
+            f"members came and went: {self.lost:,} lost, {self.replaced:,} replaced, {self.joined:,} joined, "
+            f"in {views}; {self.recovery_s:.2f} s in recovery"
+        )
+
+    @property
+    def text(self) -> str:
+        """The line and the last rows."""
+        rows = [HEADS, *(view.cells for view in self.last[-_SHOWN:])]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join([self.line, *("  ".join(c.rjust(w) for c, w in zip(row, widths)) for row in rows)])
+
+
+class Counted:
+    """Takes "view" events one by one, in a bounded space."""
+
+    def __init__(self) -> None:
+        self._gone: set[int] = set()
+        self._views = Views()
+        self._last: deque[View] = deque(maxlen=_MOST)
+
+    def add(self, event: Event, began: float) -> None:
+        """`began`: when the run did, by the clock of the events."""
+        lost, joined, healed = (_ids(event.get(key)) for key in ("lost", "joined", "healed"))
+        view = View(
+            number=_whole(event.get("number")),
+            after_s=max(0.0, value(event.get("time") or 0.0) - began),
+            step=_whole(event.get("step")),
+            size=_whole(event.get("size")),
+            lost=lost,
+            joined=joined,
+            healed=healed,
+            seconds=max(0.0, value(event.get("seconds") or 0.0)),
+            reason=clean(event.get("reason") or "", 200),
+        )
+        back = self._gone & set(joined)
+        self._gone = (self._gone | set(lost)) - back
+        before = self._views
+        self._views = Views(
+            changes=before.changes + 1,
+            lost=before.lost + len(lost),
+            replaced=before.replaced + len(back),
+            joined=before.joined + len(set(joined) - back),
+            recovery_s=before.recovery_s + (view.seconds if lost or not joined else 0.0),
+        )
+        self._last.append(view)
+
+    @property
+    def views(self) -> Views | None:
+        """What they come to; None where there was none."""
+        return msgspec.structs.replace(self._views, last=tuple(self._last)) if self._last else None
+
+
+def _ids(told: Any) -> tuple[int, ...]:
+    return tuple(i for i in told if isinstance(i, int)) if isinstance(told, list | tuple) else ()
+
+
+def _whole(told: Any) -> int:
+    return told if isinstance(told, int) else 0

@@ -1,0 +1,78 @@
+"""Members that came and went, in the summary and the report, against figures worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.core.events import JsonLines
+from paceline.train.history import read
+from paceline.train.report import write_report
+from paceline.train.summary import summarise, text
+
+
+def events(run_dir: Path, rank: int, *told: dict[str, Any]) -> None:
+    lines = JsonLines(run_dir / "events" / f"rank-{rank}.jsonl")
+    for event in told:
+        lines({"rank": rank, **event})
+    lines.close()
+
+
+def start(at: float) -> dict[str, Any]:
+    return {"kind": "start", "time": at, "size": 3, "name": "x", "resumed_step": None}
+
+
+def view(number: int, at: float, **fields: Any) -> dict[str, Any]:
+    known = {"size": 3, "lost": [], "joined": [], "healed": [], "seconds": 0.25, "reason": "", "step": 10 * number}
+    return {"kind": "view", "time": at, "number": number} | known | fields
+
+
+def end(at: float) -> dict[str, Any]:
+    members = [{"rank": 0, "samples": 10, "seconds": 3.0, "compute_s": 3.0}]
+    return {"kind": "end", "time": at, "outcome": "finished", "step": 60, "seconds": 9.0, "members": members}
+
+
+TOLD = (
+    start(50.0),
+    view(7, 55.0, lost=[1]),  # of an earlier start
+    start(100.0),
+    view(2, 103.0, lost=[1], size=2, seconds=0.5, reason="member 1 was <killed>"),
+    view(3, 104.0, joined=[1], healed=[1], seconds=4.0),
+    view(4, 105.0, lost=[0, 2], joined=[3], size=2, seconds=0.75),
+    view(5, 106.0, seconds=0.1, reason="a line broke"),
+)
+
+
+def test_what_they_add_up_to(tmp_path: Path) -> None:
+    events(tmp_path, 0, *TOLD, end(109.0))
+    events(tmp_path, 1, start(100.0), view(2, 103.0, lost=[9]))  # told by the first member alone
+    views = read(tmp_path).views
+    assert views is not None
+    assert (views.changes, views.lost, views.replaced, views.joined) == (4, 3, 1, 1)
+    assert round(views.recovery_s, 6) == 1.35  # the join that nobody had to recover from does not count
+    assert [v.number for v in views.last] == [2, 3, 4, 5]
+    assert views.last[2].cells == ("4", "0:05", "40", "2", "0, 2", "3", "-", "0.75 s")
+
+    shown = text(summarise(end(109.0), start(100.0), views))
+    assert "members came and went: 3 lost, 1 replaced, 1 joined, in 4 views; 1.35 s in recovery" in shown
+    assert any(line.split()[:4] == ["2", "0:03", "20", "2"] for line in shown.splitlines())
+
+    page = write_report(tmp_path).read_text()
+    assert "Members that came and went" in page
+    assert "member 1 was &lt;killed&gt;" in page
+
+
+def test_many_are_counted_and_few_are_kept(tmp_path: Path) -> None:
+    events(tmp_path, 0, start(0.0), *(view(n, float(n), lost=[n % 4], joined=[(n + 2) % 4]) for n in range(1, 201)))
+    views = read(tmp_path).views
+    assert views is not None
+    assert (views.changes, views.lost, len(views.last)) == (200, 200, 50)
+    assert "and 150 before them" in write_report(tmp_path).read_text()
+
+
+def test_what_is_no_view_is_passed_over(tmp_path: Path) -> None:
+    events(tmp_path, 0, {"kind": "view", "time": "then", "number": "two", "lost": 3, "seconds": None})
+    views = read(tmp_path).views
+    assert views is not None
+    assert (views.changes, views.lost, views.recovery_s) == (1, 0, 0.0)
+    assert read(tmp_path / "none").views is None
