@@ -37,7 +37,7 @@ class Note(NamedTuple):
     sketch: tuple[float, ...] = (0.0,) * SKETCH  # of it too; see `anchors.sketch`
     wish: bool = False
     turn: float = 0.0  # samples that it was to draw so far: the same where loops are at the same batch
-    pace: tuple[float, ...]  # see World.pace
+    pace: tuple[float, ...] = ()  # see World.pace
     changed: tuple[bool, ...] = ()  # buffers
 
     def numbers(self) -> torch.Tensor:
