@@ -6,10 +6,10 @@ import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
+from _dealing import dealt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +18,7 @@ from paceline.core.errors import ConfigError, Lost
 from paceline.data import Contiguous, Loader
 from paceline.data.kinds import Kinds
 from paceline.data.leases import Leases
-from paceline.server.dealing import Dealer, Dealing, DealsFor
-from paceline.testing.together import together
-from paceline.transport.group import Group
+from paceline.server.dealing import Dealer, DealsFor
 
 LABELS = st.sampled_from([None, "a", "b"])
 
@@ -88,29 +86,6 @@ def test_a_bound_batch_is_only_lent_to_members_with_its_label(seed: int, free: i
     assert leases.missing(living()) == Counter(left)
 
 
-def dealt(has: list[tuple[str, ...]], body: Callable[[Dealer, int], list[int]]) -> list[list[int]]:
-    """What the members return; one more deals until they are done."""
-    size = len(has)
-    over = threading.Barrier(size + 1)
-
-    def member(group: Group) -> list[int]:
-        wires = group._wires
-        assert wires is not None
-        if wires.rank == size:
-            dealing = Dealing(wires, range(size))
-            over.wait(30)
-            dealing.close()
-            return []
-        dealer = Dealer(wires, size)
-        try:
-            return body(dealer, wires.rank)
-        finally:
-            over.wait(30)
-            dealer.close()
-
-    return together(size + 1, member, labels=dict(enumerate(has)))[:size]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_are_trained_where_they_are_bound_to(workers: int) -> None:
     def body(dealer: Dealer, rank: int) -> list[int]:
@@ -127,7 +102,7 @@ def test_samples_are_trained_where_they_are_bound_to(workers: int) -> None:
         assert len(loader) == 9  # 13, 8 and 6 batches on three members, where all are equally fast
         return [int(v) for batch in loader for v in (batch[0] if workers else batch)]
 
-    a, both, nobody = dealt([("a",), ("a", "b"), ()], body)
+    a, both, nobody = dealt(3, body, labels=[("a",), ("a", "b"), ()])
     assert sorted([*a, *both, *nobody]) == list(range(103))
     assert all(v < 80 for v in a)
     assert all(v < 50 for v in nobody)
@@ -161,7 +136,7 @@ def test_a_lost_members_bound_batches_wait_for_one_with_the_label() -> None:
         others.set()
         return [n for n in done if n is not None] + take_all(dealer)
 
-    _, labelled, plain = dealt([("a",), ("a",), ()], body)
+    _, labelled, plain = dealt(3, body, labels=[("a",), ("a",), ()])
     assert sorted(labelled) == [3, 4, 5]
     assert plain == [0, 1, 2]
 
@@ -183,7 +158,7 @@ def test_a_label_that_nobody_has_any_more_is_named_when_all_else_is_done() -> No
                 dealer.done("x", [n])
         return done
 
-    _, one, other = dealt([("a",), (), ()], body)
+    _, one, other = dealt(3, body, labels=[("a",), (), ()])
     assert sorted(one + other) == [0, 1, 2]
 
 

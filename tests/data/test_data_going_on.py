@@ -6,23 +6,9 @@ from collections import Counter
 from typing import Any
 
 import torch
+from _members import Member, step
 from hypothesis import given
 from hypothesis import strategies as st
-
-from paceline.data import Loader
-
-
-class Member:
-    """One member's loader, with the loop over it."""
-
-    def __init__(self, dataset: Any, batch_size: int, rank: int, size: int) -> None:
-        self.loader = Loader(dataset, batch_size=batch_size, rank=rank, size=size, seed=3)
-        self.loader.enter_epoch(0)
-        self.loop = iter(self.loader)
-
-    def draw(self) -> list[int] | None:
-        batch = next(self.loop, None)
-        return None if batch is None else batch.flatten().tolist()[: self.loader.last_real]
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
@@ -46,20 +32,10 @@ def test_every_sample_counts_once(
     members = [Member(dataset, batch_size, rank, size) for rank in range(size)]
     counted: Counter[int] = Counter()
 
-    def step() -> bool:
-        drawn = [member.draw() for member in members]
-        assert len({batch is None for batch in drawn}) == 1, "some loops ended before others"
-        if drawn[0] is None:
-            return False
-        for member, batch in zip(members, drawn):
-            member.loader.mark()
-            counted.update(batch or ())
-        return True
-
     over = False
     for committed, dropped, new_size in story:
         for _ in range(committed):
-            over = over or not step()
+            over = over or not step(members, counted)
         for member in members if not over else ():
             for _ in range(dropped):
                 member.draw()
@@ -74,7 +50,7 @@ def test_every_sample_counts_once(
         members = survivors + [Member(dataset, batch_size, 0, 1) for _ in range(new_size - len(survivors))]
         for rank, member in enumerate(members):
             member.loader.go_on(state, rank, new_size)
-    while not over and step():
+    while not over and step(members, counted):
         pass
     if not over:
         assert counted == Counter(range(length))

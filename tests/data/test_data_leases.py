@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from _dealing import dealt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Loader
 from paceline.data.leases import Leases
-from paceline.server.dealing import Dealer, Dealing, DealsFor
-from paceline.testing.together import together
-from paceline.transport.group import Group
+from paceline.server.dealing import Dealer, DealsFor
 
 
 @settings(deadline=None)
@@ -42,28 +41,6 @@ def test_every_batch_is_done_once_by_someone_who_stays(data: st.DataObject, tota
     assert leases.take(min(here)) is None
 
 
-def dealt(size: int, body: Callable[[Dealer, int], list[int]]) -> list[list[int]]:
-    """What the members return; one more deals until they are done."""
-    over = threading.Barrier(size + 1)
-
-    def member(group: Group) -> list[int]:
-        wires = group._wires
-        assert wires is not None
-        if wires.rank == size:
-            dealing = Dealing(wires, range(size))
-            over.wait(30)
-            dealing.close()
-            return []
-        dealer = Dealer(wires, size)
-        try:
-            return body(dealer, wires.rank)
-        finally:
-            over.wait(30)
-            dealer.close()
-
-    return together(size + 1, member, hosts=["a", "b", "a", "a"][: size + 1])[:size]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_epoch_is_shared_by_those_who_ask(workers: int) -> None:
     def body(dealer: Dealer, rank: int) -> list[int]:
@@ -85,7 +62,7 @@ def test_an_epoch_is_shared_by_those_who_ask(workers: int) -> None:
                 seen += [epoch * 1000 + int(v) for v in values]
         return seen
 
-    seen = [v for mine in dealt(3, body) for v in mine]
+    seen = [v for mine in dealt(3, body, hosts=["a", "b", "a", "a"]) for v in mine]
     assert sorted(seen) == [epoch * 1000 + v for epoch in range(2) for v in range(103)]
 
 
@@ -107,7 +84,7 @@ def test_what_a_lost_member_had_is_dealt_again() -> None:
             dealer.done("x", [number])
         return done
 
-    mine, lost = dealt(2, body)
+    mine, lost = dealt(2, body, hosts=["a", "b", "a"])
     assert sorted(mine + lost) == list(range(6))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
+from _members import Member, step
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,19 +64,6 @@ def test_as_many_global_batches_as_with_equal_shares(
     assert courses[0].consumed(done) == courses[1].consumed(done) == done * size * batch_size
 
 
-class Member:
-    """One member's loader, with the loop over it."""
-
-    def __init__(self, length: int, batch_size: int, rank: int, size: int, **options: Any) -> None:
-        self.loader = Loader(torch.arange(length), batch_size=batch_size, rank=rank, size=size, seed=3, **options)
-        self.loader.enter_epoch(0)
-        self.loop = iter(self.loader)
-
-    def draw(self) -> list[int] | None:
-        batch = next(self.loop, None)
-        return None if batch is None else batch.flatten().tolist()[: self.loader.last_real]
-
-
 # So many steps, then: other shares ("share", seed), a loss or a newcomer ("size", members), with so many turns dropped,
 # or a run that is started again from a checkpoint with another number of members ("again", members).
 acts = st.tuples(
@@ -94,24 +81,13 @@ acts = st.tuples(
 def test_every_sample_counts_once_however_shares_and_members_change(
     length: int, batch_size: int, size: int, shuffle: bool, story: list[tuple[int, str, int, int]]
 ) -> None:
-    members = [Member(length, batch_size, rank, size, shuffle=shuffle) for rank in range(size)]
+    members = [Member(torch.arange(length), batch_size, rank, size, shuffle=shuffle) for rank in range(size)]
     counted: Counter[int] = Counter()
     over = False
 
-    def step() -> bool:
-        drawn = [member.draw() for member in members]
-        assert len({batch is None for batch in drawn}) == 1, "some loops ended before others"
-        if drawn[0] is None:
-            return False
-        for member, batch in zip(members, drawn):
-            assert len(batch or ()) <= member.loader.widths[member.loader.terms.rank]
-            member.loader.mark()
-            counted.update(batch or ())
-        return True
-
     for committed, what, number, dropped in story:
         for _ in range(committed):
-            over = over or not step()
+            over = over or not step(members, counted)
         if over:
             break
         state = members[0].loader.committed()
@@ -121,7 +97,9 @@ def test_every_sample_counts_once_however_shares_and_members_change(
             for member in members:
                 member.loader.share(widths_of(speed, batch_size))
         elif what == "again":
-            members = [Member(length, batch_size, rank, number, shuffle=shuffle) for rank in range(number)]
+            members = [
+                Member(torch.arange(length), batch_size, rank, number, shuffle=shuffle) for rank in range(number)
+            ]
             for member in members:
                 member.loader.load_state_dict(state)
                 member.loop = iter(member.loader)
@@ -129,17 +107,19 @@ def test_every_sample_counts_once_however_shares_and_members_change(
             if any(member.draw() is None for member in members for _ in range(dropped)):
                 return  # loops that have ended do not go on
             members = members[:number]
-            members += [Member(length, batch_size, 0, 1, shuffle=shuffle) for _ in range(number - len(members))]
+            members += [
+                Member(torch.arange(length), batch_size, 0, 1, shuffle=shuffle) for _ in range(number - len(members))
+            ]
             for rank, member in enumerate(members):
                 member.loader.go_on(state, rank, number)
                 assert len(set(member.loader.widths)) == 1
-    while not over and step():
+    while not over and step(members, counted):
         pass
     assert counted == Counter(range(length))
 
 
 def test_the_length_counts_what_was_drawn_before_the_shares_changed() -> None:
-    member = Member(100, 5, 0, 2)
+    member = Member(torch.arange(100), 5, 0, 2)
     for _ in range(3):
         member.draw()
     member.loader.share([7, 3])
@@ -148,7 +128,7 @@ def test_the_length_counts_what_was_drawn_before_the_shares_changed() -> None:
 
 
 def test_the_next_epoch_keeps_the_shares() -> None:
-    member = Member(40, 5, 1, 2)
+    member = Member(torch.arange(40), 5, 1, 2)
     member.loader.share([7, 3])
     member.loader.enter_epoch(1)
     member.loop = iter(member.loader)
@@ -156,11 +136,11 @@ def test_the_next_epoch_keeps_the_shares() -> None:
 
 
 def test_what_binds_samples_to_members_has_no_shares() -> None:
-    member = Member(40, 5, 1, 2, partition=Blocks(4))
+    member = Member(torch.arange(40), 5, 1, 2, partition=Blocks(4))
     with pytest.raises(ConfigError, match="partition=Blocks says which member"):
         member.loader.share([7, 3])
     with pytest.raises(ConfigError, match="add up to a global batch"):
-        Member(40, 5, 1, 2).loader.share([7, 4])
+        Member(torch.arange(40), 5, 1, 2).loader.share([7, 4])
 
 
 class Slow(torch.utils.data.Dataset[int]):

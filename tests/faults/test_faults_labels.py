@@ -39,7 +39,7 @@ book = Book(run, model, loader, 2, options.ledger)
 
 def show_the_queue():
     deadline = time.monotonic() + 20
-    while not (lines := queue_of(runs.look(run.dir))) and time.monotonic() < deadline:
+    while len(lines := queue_of(runs.look(run.dir))) < 3 and time.monotonic() < deadline:  # steps, until it is written
         time.sleep(0.1)
     print("queue", " | ".join(lines), flush=True)
 
@@ -47,7 +47,7 @@ def show_the_queue():
 shown = False
 for epoch in run.epochs(2):
     for x, y, numbers in loader:
-        time.sleep(0.03)
+        time.sleep(0.2)  # an epoch takes longer than it takes the server to write its queue
         if "site-a" not in run.labels:
             assert all(n % 3 for n in numbers.tolist())
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ def test_the_budget_and_the_least(tmp_path: Path) -> None:
     assert told.replacements.lost(2, 1, -9) is not None
     assert told.replacements.lost(2, 1, -9) is None
     assert told.lines[-1] == (
-        "member 2 was killed by signal 9; the others go on without it: it was started again 1 times already"
+        "member 2 was killed by signal 9; the others go on without it: it was started again once already"
     )
     assert not told.replacements.reason
     told.replacements.lost(0, 1, 1)

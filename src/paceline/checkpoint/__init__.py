@@ -7,7 +7,7 @@ Read files.py first, then part.py and tree.py.
 from paceline.checkpoint.files import CheckpointFailed, Checkpoints, Written
 from paceline.checkpoint.part import Snapshot, pack, unpack
 from paceline.checkpoint.peers import Coming, Lent, Pipe, digest
-from paceline.checkpoint.random import random_states, set_random_states
+from paceline.checkpoint.random import random_states, seed_newcomer, set_random_states
 from paceline.checkpoint.shelf import Loaded
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "digest",
     "pack",
     "random_states",
+    "seed_newcomer",
     "set_random_states",
     "unpack",
 ]

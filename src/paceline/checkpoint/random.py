@@ -22,6 +22,11 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def seed_newcomer(seed: int, step: int, rank: int) -> None:
+    """Begin torch's stream of a member that has none to continue: one of its own, the same whenever it comes here."""
+    torch.manual_seed(seed * 1_000_003 + step * 1009 + rank)
+
+
 def set_random_states(states: dict[str, Any]) -> None:
     """Continue the streams in `states`; a device that this process does not have is left out.
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from paceline.core import status
 from paceline.core.lost import how
 from paceline.launch.spec import Replacing
-from paceline.membership.books import BACK_OFF_MOST_S, BACK_OFF_S
+from paceline.launch.story import gone
+from paceline.membership.books import back_off_s
 
 
 class Replacements:
@@ -56,23 +57,21 @@ class Replacements:
         trained = doing is not None and doing.pid == pid and rank not in self._joining
         self._fails[rank] = 0 if trained else self._fails[rank] + 1
         self._joining.pop(rank, None)
-        what = f"member {rank} {_was(code)}; the others go on"
-        most = self._rules.replacements
-        if self._times[rank] >= most:
+        what, times, most = f"member {rank} {_was(code)}", self._times[rank], self._rules.replacements
+        if times >= most:
             self._gone.add(rank)
             left = self._num_workers - len(self._gone)
-            used_up = f": it was started again {most} times already" if most else ""
             if left < self._rules.least:
                 self.reason = (
                     f"fewer than {self._rules.least} members can go on: member {rank} {_was(code)} (each is started "
                     f"again at most {most} times)"
                 )
                 return None
-            self._say(f"{what} without it{used_up}")
+            self._say(gone(what, times, most, None))
             return None
         self._times[rank] += 1
-        wait_s = min(BACK_OFF_MOST_S, BACK_OFF_S * (1 << min(self._fails[rank], 16)))
-        self._say(f"{what}; it is started again in {wait_s:.1f} s ({self._times[rank]} of {most})")
+        wait_s = back_off_s(self._fails[rank])
+        self._say(gone(what, times, most, wait_s))
         return wait_s
 
     def replaces(self, rank: int) -> bool:

@@ -39,6 +39,21 @@ def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]
     return lines + [_host(site, was.get(site.name, "")) for site in new if before or site.state == "quarantined"]
 
 
+def gone(what: str, times: int, most: int, wait_s: float | None) -> str:
+    """Of a lost member, which was started again so often before; None: it is not any more.
+
+    >>> gone("member 2 was killed", 1, 3, 0.5)
+    'member 2 was killed; the others go on; it is started again in 0.5 s (2 of 3)'
+    >>> gone("member 2 was killed", 1, 1, None)
+    'member 2 was killed; the others go on without it: it was started again once already'
+    """
+    if wait_s is not None:
+        return f"{what}; the others go on; it is started again in {wait_s:.1f} s ({times + 1} of {most})"
+    often = "once" if times == 1 else f"{times} times"
+    used_up = f": it was started again {often} already" if times >= most > 0 else ""
+    return f"{what}; the others go on without it{used_up}"
+
+
 class Story:
     """Looks at a run now and then, and says what has happened."""
 
@@ -94,11 +109,8 @@ def _train(ids: set[int]) -> str:
 
 
 def _lost(seen: Seen, picture: Picture, replacements: int) -> str:
-    what = f"member {seen.id} {seen.why or 'was lost'}; the others go on"
+    what = f"member {seen.id} {seen.why or 'was lost'}"
     if seen.state != "lost":  # it runs again already
-        return f"{what}; it was started again ({seen.replaced} of {replacements})"
-    if seen.again_at:
-        wait_s = max(0.0, seen.again_at - seen.since)
-        return f"{what}; it is started again in {wait_s:.1f} s ({seen.replaced + 1} of {replacements})"
-    used_up = seen.replaced >= replacements > 0
-    return f"{what} without it" + (f": it was started again {seen.replaced} times already" if used_up else "")
+        return f"{what}; the others go on; it was started again ({seen.replaced} of {replacements})"
+    wait_s = max(0.0, seen.again_at - seen.since) if seen.again_at else None
+    return gone(what, seen.replaced, replacements, wait_s)

@@ -22,7 +22,12 @@ To: TypeAlias = int | str  # a member's id, or a host's name
 Order: TypeAlias = Standing | NewView | Drain | Noted | Refused | Start | Stop | Over
 
 _PATIENCE = 3  # silences between a loss and the end of a process that still runs: it may come back
-BACK_OFF_S, BACK_OFF_MOST_S = 0.5, 30.0
+_BACK_OFF_S, _BACK_OFF_MOST_S = 0.5, 30.0
+
+
+def back_off_s(fails: int) -> float:
+    """The pause before a member is started again, after so many losses in a row that led nowhere."""
+    return min(_BACK_OFF_MOST_S, _BACK_OFF_S * (1 << min(fails, 16)))
 
 
 class Books:
@@ -65,7 +70,7 @@ class Books:
             if seat.state == "starting":
                 watch.start_by = now + self.rules.settings.join_limit_s
             elif seat.state == "lost":
-                watch.start_at = now + self.back_off_s(seat)
+                watch.start_at = now + back_off_s(seat.fails)
             if seat.state == "lost" or seat.condemned:
                 watch.stop_at = now + self.patience_s
             elif seat.draining:
@@ -74,9 +79,6 @@ class Books:
     @property
     def patience_s(self) -> float:
         return _PATIENCE * self.rules.silence_s
-
-    def back_off_s(self, seat: Seat) -> float:
-        return min(BACK_OFF_MOST_S, BACK_OFF_S * (1 << min(seat.fails, 16)))
 
     def say(self, to: To, order: Order) -> None:
         self.dirty = True
@@ -112,7 +114,7 @@ class Books:
                 self.hosts.lost(seat.host, now)
             if seat.wanted and seat.replaced >= self.rules.replacements:
                 seat.wanted = False
-            watch.start_at = now + self.back_off_s(seat)
+            watch.start_at = now + back_off_s(seat.fails)
             seat.fails += 1
         seat.why = why  # its Ready stands, should it come back
         seat.draining = seat.draining and not seat.wanted

@@ -132,6 +132,11 @@ class World:
         self.moving = False  # some member has, and all know it
         self.passed = 0  # passes since the last step
 
+    @property
+    def waited(self) -> float:
+        """Seconds that this member has waited for others, since the run began."""
+        return self.waited_s + self.group.waited_s
+
     def do(self, operation: Callable[[Group], T]) -> T:
         """Something that all members do together, with the group they have then."""
         return self.together(operation) if self.together else operation(self.group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from paceline.core.errors import ConfigError
@@ -17,6 +17,16 @@ def check(dataset: Any, partition: Any) -> None:
         raise ConfigError(
             f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
             "give a dataset with a length, or a stream"
+        )
+
+
+def check_same(theirs: Collection[str], ours: Collection[str]) -> None:
+    """Refuse a newcomer that does not have what the others have, by name."""
+    if odd := sorted(set(theirs) ^ set(ours)):
+        whose = "the others" if odd[0] in theirs else "this member"
+        raise ConfigError(
+            f"{odd[0]!r} is known to {whose} only: where members come and go, call run.optimizer, run.loader and "
+            "run.track before run.epochs, so that newcomers have the same"
         )
 
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-
-from paceline.checkpoint import pack, unpack
-from paceline.core.errors import ConfigError
+from paceline.checkpoint import pack, seed_newcomer, unpack
 from paceline.data import Loader
 from paceline.server.gates import make_gate
 from paceline.strategies.server import Served
-from paceline.train.groups import SavedOptimizer
+from paceline.train import again
+from paceline.train.light import load_light, split
 from paceline.train.saving import Saver
 from paceline.transport.hub import HubGroup, TooLate
 from paceline.transport.meetings import Stand
@@ -54,36 +52,19 @@ class Late:
             print(f"paceline: {error}, and this member has come too late to take part", file=sys.stderr)
             raise SystemExit(0) from None
         epoch, step = place[0].epoch, place[0].step
-        torch.manual_seed(self._seed * 1_000_003 + step * 1009 + self._group.rank)
+        seed_newcomer(self._seed, step, self._group.rank)
         return step, epoch, step
 
     def _state(self) -> bytes:
-        return pack({"gate": self._strategy.gate.words, "parts": {n: _light(p) for n, p in self._parts().items()}})
+        parts = {name: split(name, part, part.state_dict())[0] for name, part in self._parts().items()}
+        return pack({"gate": self._strategy.gate.words, "parts": parts})
 
     def _restore(self, state: dict[str, Any]) -> None:
         parts = self._parts()
-        if state["parts"].keys() != parts.keys():
-            odd = sorted(state["parts"].keys() ^ parts.keys())[0]
-            raise ConfigError(
-                f"{odd!r} is tracked on some members only: track the same objects on every member, before run.epochs"
-            )
+        again.check_same(state["parts"], parts)
         self._strategy.gate = make_gate(state["gate"])
         for name, part in parts.items():
-            if isinstance(part, torch.nn.Module):
-                buffers = dict(part.named_buffers())
-                with torch.no_grad():
-                    for key, value in state["parts"][name].items():
-                        buffers[key].copy_(value)
-            else:
-                part.load_state_dict(state["parts"][name])
+            load_light(part, state["parts"][name])
 
     def _parts(self) -> dict[str, Any]:
         return {n: p for n, p in self._saver.parts.items() if not isinstance(p, Loader | Served)}
-
-
-def _light(part: Any) -> dict[str, Any]:
-    """Without what the servers hold."""
-    if isinstance(part, torch.nn.Module):
-        return dict(part.named_buffers())
-    state: dict[str, Any] = part.state_dict()
-    return state | {"state": {}} if isinstance(part, SavedOptimizer) else state

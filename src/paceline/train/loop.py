@@ -240,19 +240,25 @@ class Loop:
         if not team.turn():
             return
         self._replica.restore()
-        began = time.monotonic()
-        self._settle(team)
-        team.between(moving=self._world.moving)
-        self._world.waited_s += time.monotonic() - began  # for others, perhaps until there are enough
+        with self._for_others():  # perhaps until there are enough
+            self._settle(team)
+            team.between(moving=self._world.moving)
         self._world.move = team.called
         self._world.wish = self._world.wish or (team.sent_home and self._saver.enabled)  # so that nothing is lost
 
     def _mend(self, error: Interrupted) -> None:
         """The group broke: what it takes to form another one is no time of this member's own."""
         assert self._team is not None
-        began = time.monotonic()
-        self._team.mend(error)
-        self._world.waited_s += time.monotonic() - began
+        with self._for_others():
+            self._team.mend(error)
+
+    @contextlib.contextmanager
+    def _for_others(self) -> Iterator[None]:
+        """All time within is waiting, also what no group has counted as that."""
+        began, before = time.monotonic(), self._world.waited
+        yield
+        counted = self._world.waited - before
+        self._world.waited_s += max(0.0, time.monotonic() - began - counted)
 
     def _settle(self, team: Team) -> None:
         if not team.settle():

@@ -5,11 +5,10 @@ A state is always as of the last committed step. Where a group breaks in the mid
 dropped: until the loop asks for its next batch nothing that it does counts (`World.dropped`), and then the state is put
 back, so that what the rest of the iteration did (a scheduler's step) is undone and its batches are drawn again.
 
-A newcomer gets at once what is small, and what a turn may look at before its step: places, buffers, options of
-optimizers, what is tracked. Parameters and what optimizers keep of them, which nothing but a step changes, come while
-the others compute. Its turn counts for nothing but takes part in the exchange; before its step the parameters must be
-there (`before_step`), and get the same sums as the others'. Until that step is committed the others deal out batches
-among themselves; the newcomer is handed those of the first, so that all loaders come equally far.
+A newcomer gets at once what is light (`light`), and the rest while the others compute. Its turn counts for nothing but
+takes part in the exchange; before its step the parameters must be there (`before_step`), and get the same sums as the
+others'. Until that step is committed the others deal out batches among themselves; the newcomer is handed those of the
+first, so that all loaders come equally far.
 """
 
 from __future__ import annotations
@@ -18,19 +17,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from paceline.checkpoint import Coming, Lent, Pipe, digest, pack, unpack
-from paceline.core.errors import ConfigError
+from paceline.checkpoint import Coming, Lent, Pipe, digest, pack, seed_newcomer, unpack
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
-from paceline.train.groups import SavedOptimizer
+from paceline.train import again, light
+from paceline.train.body import Healing
 from paceline.train.meter import Meter
 from paceline.train.saving import Saver, Stateful
-from paceline.train.team import Healing
 from paceline.transport.group import Group
-
-MODEL = "model."  # before the numbers of the run's models, among the names of what is saved
 
 
 class Replica:
@@ -127,18 +121,12 @@ class Replica:
         self._world.dropped = False
         if data is None:
             return
-        state = unpack(memoryview(data))
-        if odd := sorted(state["parts"].keys() ^ self._saver.parts.keys()):
-            whose = "the others" if odd[0] in state["parts"] else "this member"
-            raise ConfigError(
-                f"{odd[0]!r} is known to {whose} only: where members come and go, call run.optimizer, run.loader and "
-                "run.track before run.epochs, so that newcomers have the same"
-            )
+        state = self._opened(data)
         self._saver.restore(state["parts"], self._put)
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self._world.passed = 0
         if self._fresh:
-            torch.manual_seed(self._seed * 1_000_003 + self._meter.step * 1009 + self._world.group.rank)
+            seed_newcomer(self._seed, self._meter.step, self._world.group.rank)
         self._fresh = False
         if "late" in state:
             assert self._healing is not None
@@ -150,7 +138,7 @@ class Replica:
         What it changes there is put back too, when it asks for its next one."""
         if self._held is None:
             return
-        state = unpack(memoryview(self._held))
+        state = self._opened(self._held)
 
         def put(part: Stateful, own: dict[str, Any]) -> None:
             if not isinstance(part, Loader):
@@ -158,12 +146,17 @@ class Replica:
 
         self._saver.restore(state["parts"], put)
 
+    def _opened(self, data: bytes) -> dict[str, Any]:
+        state: dict[str, Any] = unpack(memoryview(data))
+        again.check_same(state["parts"], self._saver.parts)
+        return state
+
     def _put(self, part: Stateful, own: dict[str, Any]) -> None:
         if isinstance(part, Loader):
             rank, size = self._seat
             part.go_on(own, rank, size, idle=self._idle)
-        elif isinstance(part, torch.nn.Module) and self._idle:
-            part.load_state_dict(own, strict=False)  # its parameters come later
+        elif self._idle:
+            light.load_light(part, own)
         else:
             part.load_state_dict(own)
 
@@ -191,15 +184,9 @@ class Replica:
         now, late = {}, {}
         state = self._state()
         for name, own in state["parts"].items():
-            part = self._saver.parts[name]
-            if isinstance(part, SavedOptimizer):
-                now[name], late[name] = {**own, "state": {}}, own["state"]
-            elif isinstance(part, torch.nn.Module) and name.startswith(MODEL):
-                names = {n for n, _ in part.named_parameters(remove_duplicate=False)}
-                now[name] = {n: t for n, t in own.items() if n not in names}
-                late[name] = {n: t for n, t in own.items() if n in names}
-            else:
-                now[name] = own
+            now[name], heavy = light.split(name, self._saver.parts[name], own)
+            if heavy is not None:
+                late[name] = heavy
         self._lent = Lent(late, pipes)
         return pack({"parts": now, "place": state["place"], "late": self._lent.head})
 
@@ -216,12 +203,7 @@ class Replica:
         self._world.status.set("healing")
         late = self._coming.wait()
         for name, own in late.items():
-            part = self._saver.parts[name]
-            if isinstance(part, SavedOptimizer):  # its options are there; the turn may have changed them since
-                part.load_state_dict({**part.state_dict(), "state": own})
-            else:
-                assert isinstance(part, torch.nn.Module)
-                part.load_state_dict({**part.state_dict(), **own})
+            light.load_heavy(self._saver.parts[name], own)
         self._coming = None
         self._world.status.set(before)
         self._world.waited_s += time.monotonic() - began

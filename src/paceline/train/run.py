@@ -27,11 +27,11 @@ from paceline.train import metrics
 from paceline.train.ending import Ending
 from paceline.train.feeding import Feeding, refuse_given
 from paceline.train.groups import SavedOptimizer
+from paceline.train.light import MODEL
 from paceline.train.loop import Loop
 from paceline.train.meter import Meter
 from paceline.train.optimizer import adopt
 from paceline.train.pool import LossOf, Pool, check
-from paceline.train.replica import MODEL
 from paceline.train.saving import Saver, Stateful
 from paceline.train.team import Team
 from paceline.transport.group import Group
@@ -432,8 +432,7 @@ class Run:
 
     def _readings(self) -> tuple[float, float, int, float]:
         data_s = sum(loader.wait_s for loader in self._loaders)
-        waited_s = self.group.waited_s + self._world.waited_s
-        return data_s, waited_s, self.group.sent_bytes + self._world.sent_bytes, self._tally.drawn
+        return data_s, self._world.waited, self.group.sent_bytes + self._world.sent_bytes, self._tally.drawn
 
     def _totals(self) -> dict[str, Any]:
         return {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}

@@ -24,6 +24,7 @@ from paceline.checkpoint import (
     Written,
     pack,
     random_states,
+    seed_newcomer,
     set_random_states,
     unpack,
 )
@@ -178,7 +179,7 @@ class Saver:
         if own:
             set_random_states(own[0]["random"])
         else:  # a member that the saved run did not have
-            torch.manual_seed(self._seed * 1_000_003 + place["step"] * 1009 + self._group.rank)
+            seed_newcomer(self._seed, place["step"], self._group.rank)
         return int(place["step"]), int(place["epoch"]), int(place["epoch_step"])
 
     def close(self) -> None:

@@ -21,16 +21,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
-from paceline.checkpoint import Pipe, pack, unpack
+from paceline.checkpoint import pack, unpack
 from paceline.core.errors import Interrupted, PacelineError
 from paceline.core.status import Status
 from paceline.core.view import Member, View
 from paceline.membership.line import Line
+from paceline.train.body import Body, Healing
 from paceline.transport.group import Group, solo
 from paceline.transport.wires import Wires
 
@@ -38,53 +39,6 @@ T = TypeVar("T")
 NEW = -1  # commits of one that has no state yet
 _LANE = "heal"
 _MOST_LAG = 1  # between members of one view; who was away for longer does not make up for it
-
-
-class Healing(NamedTuple):
-    """Newcomers get the state while the others train on; until then their part in a step weighs nothing."""
-
-    source: int  # rank
-    idle: tuple[int, ...]  # ranks of the newcomers
-    pipe: Pipe | None = None  # of a newcomer: where its state comes from
-
-
-class Body(Protocol):
-    """What is to be kept the same on all members."""
-
-    saving: bool  # all have agreed to save between these two steps
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether this member is in the middle of a turn."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether this member's state is still on its way to it."""
-
-    @property
-    def healed(self) -> Healing | None:
-        """Newcomers that have taken their first step with the others."""
-
-    def state(self) -> bytes:
-        """All of it, as of the last commit."""
-
-    def lend(self, pipes: list[Pipe]) -> bytes:
-        """What a newcomer needs at once; the rest is sent while this member goes on."""
-
-    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None) -> None:
-        """Go on with another group, from this state or, None, from what is here."""
-
-    def arrive(self) -> None:
-        """Wait for what is still on its way to this member."""
-
-    def digest(self) -> bytes:
-        """Equal where the state is."""
-
-    def settled(self) -> None:
-        """All members are equal, and weigh the same from now on."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -108,16 +62,23 @@ class Change(msgspec.Struct, frozen=True):
     healed: tuple[int, ...]  # ids of those that were given the state
     seconds: float
     reason: str
+    least: int = 1  # with fewer members nobody takes a step
 
     @property
     def text(self) -> str:
         """
         >>> Change(number=3, size=3, lost=(1,), joined=(), healed=(), seconds=0.21, reason="").text
         'member 1 is gone, 3 members go on (after 0.2 s)'
+        >>> Change(number=3, size=1, lost=(1,), joined=(), healed=(), seconds=0.21, reason="", least=2).text
+        'member 1 is gone, 1 member is left and waits: at least 2 are needed (after 0.2 s)'
         """
         what = [f"{_members(self.lost)} gone"] if self.lost else []
         what += [f"{_members(self.joined)} here"] if self.joined else []
-        on = "1 member goes on" if self.size == 1 else f"{self.size} members go on"
+        one = self.size == 1
+        on = f"{'1 member goes' if one else f'{self.size} members go'} on"
+        if self.size < self.least:
+            are = "1 member is left and waits" if one else f"{self.size} members are left and wait"
+            on = f"{are}: at least {self.least} are needed"
         return ", ".join([*(what or ["the connections were made anew"]), f"{on} (after {self.seconds:.1f} s)"])
 
 
@@ -238,8 +199,8 @@ class Team:
         self._begins = True
         if moving or (self.group.size == 1 and self.called):
             self._form_next(None)
-        while self.group.size < self._line.standing.least:
-            self._status.set(f"waiting for members: {self.group.size} of at least {self._line.standing.least}")
+        while self.group.size < self.least:
+            self._status.set(f"waiting for members: {self.group.size} of at least {self.least}")
             self._form_next(None)
         self._begins = False
 
@@ -316,6 +277,7 @@ class Team:
                     healed=tuple(view.members[r].id for r in healed),
                     seconds=time.monotonic() - began,
                     reason=reason,
+                    least=self.least,
                 )
             )
 
