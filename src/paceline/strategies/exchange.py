@@ -21,6 +21,7 @@ import torch
 from paceline.core.errors import Interrupted, PacelineError
 from paceline.strategies.anchors import SKETCH
 from paceline.strategies.averaging import Averaging, Seen
+from paceline.strategies.buckets import PACE
 from paceline.transport.arena import Courier
 from paceline.transport.group import Group
 
@@ -28,7 +29,12 @@ MEET = -1
 
 
 class Note(NamedTuple):
-    """What a member tells before an exchange."""
+    """What a member tells before an exchange.
+
+    >>> note = Note(fragment=2, seen=Seen(samples=3.0, loss=1.0), pace=(1.0,) * PACE, changed=(True, False))
+    >>> Note.of(note.numbers().tolist()) == note
+    True
+    """
 
     fragment: int
     seen: Seen
@@ -37,26 +43,28 @@ class Note(NamedTuple):
     sketch: tuple[float, ...] = (0.0,) * SKETCH  # of it too; see `anchors.sketch`
     wish: bool = False
     turn: float = 0.0  # samples that it was to draw so far: the same where loops are at the same batch
-    pace: tuple[float, ...] = ()  # see World.pace
+    pace: tuple[float, ...] = ()  # see World.pace; zeros where nothing was measured yet
     changed: tuple[bool, ...] = ()  # buffers
 
     def numbers(self) -> torch.Tensor:
-        flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, self.turn, *self.pace]
+        flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, self.turn]
+        flat += (*self.pace, *(0.0,) * PACE)[:PACE]
         return torch.tensor([*flat, *self.sketch, *self.changed], dtype=torch.float64)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Note:
-        fragment, sound, samples, tokens, loss, steps, squares, wish, turn, data_s, compute_s, cpu_s, *rest = numbers
+        fragment, sound, samples, tokens, loss, steps, squares, wish, turn, *rest = numbers
+        pace, sketch, changed = rest[:PACE], rest[PACE : PACE + SKETCH], rest[PACE + SKETCH :]
         return cls(
             fragment=int(fragment),
             seen=Seen(bool(sound), samples, tokens, loss),
             steps=int(steps),
             squares=squares,
-            sketch=tuple(rest[:SKETCH]),
+            sketch=tuple(sketch),
             wish=bool(wish),
             turn=turn,
-            pace=(data_s, compute_s, cpu_s),
-            changed=tuple(map(bool, rest[SKETCH:])),
+            pace=tuple(pace),
+            changed=tuple(map(bool, changed)),
         )
 
 
