@@ -82,6 +82,27 @@ def test_a_run_whose_members_train_apart(tmp_path: Path) -> None:
     )
 
 
+SITES = """
+import os
+os.environ["PACELINE_LABELS"] = "site-" + "ab"[int(os.environ["PACELINE_RANK"]) // 2]
+"""
+
+
+@pytest.mark.slow
+def test_sites_of_two_members_each(tmp_path: Path) -> None:
+    """Two processes of a site have the same weights all the time, and all four have at the end."""
+    settings = Settings(root=str(tmp_path), name="run")
+    words = json.dumps(["diloco(every=4, codec=quantize(8), inner=allreduce)", -1, -1])
+    script = SITES + SCRIPT.replace("101", "104")  # a batch of one is too small for batch norm
+    done = Cluster(4).run(script, [words], settings=settings, limit_s=120.0)
+    shown, own, end = found(done, "SHOWN"), found(done, "OWN"), found(done, "END")
+    assert shown[0] == shown[1] == shown[2] == shown[3]
+    assert own[0] == own[1]
+    assert own[2] == own[3]
+    assert own[0][0] != own[2][0]
+    assert len({tuple(member) for member in end}) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "kill"),

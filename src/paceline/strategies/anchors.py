@@ -11,6 +11,7 @@ of all-reduce (`buckets.Layout`), laid out over the anchors, and so are the ways
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,12 @@ SKETCH = 64  # numbers: squares from so many are right within a fifth or so
 
 
 class Anchors:
-    """Some parameters that were adopted at one time, cut into fragments. `group` None: there is one member."""
+    """Some parameters that were adopted at one time, cut into fragments.
+
+    Args:
+        group: of those who exchange differences; None: there is one member, or another one does so for this one.
+        near: those to whom the first of them hands on what came; None: there are no others.
+    """
 
     def __init__(
         self,
@@ -39,11 +45,12 @@ class Anchors:
         group: Group | None,
         coder: Coder | None = None,
         decay: float = 1.0,
+        near: Group | None = None,
     ) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.coder = coder
-        self._decay = decay
+        self._decay, self._near = decay, near
         self._anchors = [torch.nn.Parameter(_wide(p)) for p in self.parameters]
         self._outer, self._words = outer.make(self._anchors), outer.words
         self._own: list[torch.Tensor] = []  # weights of this member, while the anchors are shown in their place
@@ -54,6 +61,8 @@ class Anchors:
         if group is None:
             self._views = [torch.zeros_like(a) for a in self._anchors]
             self._fragments = _cut([[i] for i in range(len(self._anchors))], self._anchors, fragments)
+            if near:  # cut as the first one has
+                self._fragments = json.loads(near.exchange(b"")[0])
             return
         size = sum(a.nbytes for a in self._anchors)
         bucket_bytes = max(min(_BUCKET_BYTES, size // fragments), 1)
@@ -64,6 +73,8 @@ class Anchors:
             self._buckets[fragment] = [b for b in buckets if b.slots[0].index in mine]
         self._views = [slot.view for slot in layout.slots]
         self._arenas, self._control = layout.arenas, layout.control
+        if near:
+            near.exchange(json.dumps(self._fragments).encode())
 
     @torch.no_grad()
     def differ(self, fragment: int) -> float:
@@ -91,9 +102,13 @@ class Anchors:
     @torch.no_grad()
     def carry(self, fragment: int, weight: float) -> None:
         """Exchange what was noted; a member of weight zero says nothing of its own."""
+        if self._buckets[fragment]:
+            self._exchange(fragment, weight)
+        for i in self._fragments[fragment] if self._near else ():
+            self._near.broadcast(self._views[i])
+
+    def _exchange(self, fragment: int, weight: float) -> None:
         coder, buckets = self.coder, self._buckets[fragment]
-        if not buckets:
-            return
         apart = bool(coder and coder.combine)
         self._control.zero_()  # which is summed with the last bucket
         if coder:

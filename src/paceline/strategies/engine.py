@@ -282,6 +282,7 @@ class Engine:
             self.coder.end(self._uncounted(self.coder, control))
         self.busy = False
         self._world.passed += 1
+        self._world.weighed = control[WEIGHT]
         self._world.granted = self._world.granted or control[WISH] > 0
         self._world.moving = self._world.moving or control[MOVE] > 0
         self._world.paces = control[layout.paces :]

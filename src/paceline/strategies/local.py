@@ -5,6 +5,7 @@
                   → codec, with what it left unsaid before → average over the members
                   → gradient of the outer optimizer, on the weights of the last round → weights of this round
     with overlap  fragment by fragment, while training goes on; see `schedule`
+    with inner    all-reduce at each step between the members of a site, which count as one member here; see `sites`
 
     local SGD     outer SGD at rate 1 without momentum: weights become the members' average           [1]
     post-local    all-reduce for the first `warmup` steps, local SGD then                              [2]
@@ -39,6 +40,7 @@ from paceline.strategies.reducers import Auto, LowRank, Method
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.rounds import Plan, Rounds, refuse_threads
 from paceline.strategies.schedule import Every, Overlap, make_every, make_overlap
+from paceline.strategies.sites import Sites, inner_words, make_inner
 from paceline.strategies.strategy import World
 from paceline.strategies.unsaid import readings_of
 
@@ -56,6 +58,8 @@ class Local:
             is multiplied before each round) may be said: "topk(0.015625, values=2bit), decay=0.95".
         overlap: so many steps after its sending a fragment is mixed in, 0: everyone waits; or an `Overlap`.
         warmup: so many first steps are taken together, by all-reduce.
+        inner: "allreduce", or an `AllReduce`: members of one site (a host, or those that have the same label site-NAME)
+            take their steps together; "none": every member takes its own.
     """
 
     forgives = False
@@ -68,6 +72,7 @@ class Local:
         codec: Codec | LowRank | str | None = "none",
         overlap: Overlap | int | str = 0,
         warmup: int = 0,
+        inner: AllReduce | str | None = "none",
     ) -> None:
         if not whole(warmup) or warmup < 0:
             raise ConfigError(f"warmup={warmup!r}: a whole number of steps is needed, such as 1000, or 0")
@@ -82,13 +87,17 @@ class Local:
         self.take(codec)
         self.warmup = warmup
         self._warm: AllReduce | None = AllReduce() if warmup else None  # None: members train apart
+        self._inner = make_inner(inner)
+        self._inner_words = inner_words(self._inner)
+        self._sites: Sites | None = None  # with an inner strategy
         self._steps = 0  # until they do
         self._world: World | None = None
         self._rounds: Rounds | None = None
         self._models: list[torch.nn.Module] = []  # each once
-        self._trains: dict[int, torch.nn.Module] = {}  # by id of the optimizer
+        self._pairs: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
         self._owned: set[int] = set()  # ids of parameters
         self._drawn = 0.0  # samples, at the last step
+        self._waited_s = 0.0  # within the site, until then
 
     def take(self, codec: Codec | LowRank | Auto | str | None) -> None:
         """Send differences by this codec."""
@@ -121,7 +130,7 @@ class Local:
     @property
     def options(self) -> dict[str, Any]:
         """In words, as a user would give them."""
-        return {**self.plan.options, "warmup": self.warmup}
+        return {**self.plan.options, "warmup": self.warmup, "inner": self._inner_words}
 
     # ---- the contract
 
@@ -134,7 +143,9 @@ class Local:
                     raise ConfigError(
                         f"member {world.group.rank} trains by {mine}, but member {rank} by {words.decode()}"
                     )
-            self._rounds = Rounds(self.plan, world)
+            self._sites = Sites(world) if self._inner else None
+            self._rounds = Rounds(self.plan, world, self._sites)
+            self._say_of_sites(world)
         new = not any(m is model for m in self._models)
         if self._warm:
             self._warm.attach(model, optimizer, world)
@@ -142,23 +153,30 @@ class Local:
         if new:
             self._models.append(model)
             self._rounds.movers.add(model, len(self._models))
-        self._trains[id(optimizer)] = model
+        self._pairs.append((model, optimizer))
         self._rounds.optimizers.append(optimizer)
+        if self._inner and self._sites and not self._warm:
+            self._inner.attach(model, optimizer, self._sites.inside)
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         if self._warm:
             self._warm.extend(optimizer)
-        if model := self._trains.get(id(optimizer)):
-            self._adopt(model, optimizer, {})
+        for model, known in self._pairs:
+            if known is optimizer:
+                self._adopt(model, optimizer, {})
+        if self._sums and not self._warm:
+            self._sums.extend(optimizer)
 
     def reduced(self) -> None:
-        if self._warm:
-            self._warm.reduced()
+        if self._sums:
+            self._sums.reduced()
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """A batch of fillers, which only keeps this member in step, teaches nothing."""
         if self._warm:
             return self._warm.finish(optimizer)
+        if self._inner and self._sites and self._sites.inside.group.size > 1:
+            return self._inner.finish(optimizer) and self._sites.inside.weighed > 0  # of the site
         tally = self._now[0].tally
         return tally.weight > 0 or tally.drawn > self._drawn
 
@@ -168,6 +186,10 @@ class Local:
             return
         self._drawn = world.tally.drawn
         if self._warm is None:
+            if self._sites and self._sites.inside is not world:
+                world.waited_s += self._sites.inside.waited - self._waited_s
+                self._waited_s = self._sites.inside.waited
+                world.sent_bytes = rounds.sent_bytes
             rounds.stepped()
             return
         self._steps += 1
@@ -190,12 +212,12 @@ class Local:
                 rounds.hide()
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        if self._warm:
-            self._warm.cleared(optimizer)
+        if self._sums:
+            self._sums.cleared(optimizer)
 
     def reading(self) -> Mapping[int, Sequence[int]]:
         refuse_threads(self._rounds)
-        return {}
+        return self._inner.reading() if self._inner else {}
 
     def rest(self) -> None:
         pass  # it is always dealt as much as the others
@@ -210,6 +232,7 @@ class Local:
         return {
             "steps": self._steps,
             "warm": self._warm.state_dict() if self._warm else {},
+            "inner": self._inner.state_dict() if self._inner else {},
             "rounds": self._rounds.common() if self._rounds else {},
         }
 
@@ -218,12 +241,15 @@ class Local:
         self._steps = state.get("steps", 0)
         if self._warm and state.get("warm"):
             self._warm.load_state_dict(state["warm"])
+        if self._inner and state.get("inner"):
+            self._inner.load_state_dict(state["inner"])
         if self._rounds:
             self._rounds.load_common(state.get("rounds", {}))
 
     def own_state(self) -> dict[str, Any]:
         return {
             "warm": self._warm.own_state() if self._warm else {},
+            "inner": self._inner.own_state() if self._inner else {},
             "rounds": self._rounds.state() if self._rounds else {},
         }
 
@@ -234,6 +260,8 @@ class Local:
             self._part(self._rounds)
         if self._warm:
             self._warm.load_own_state([state["warm"] for state in states if state.get("warm")])
+        if self._inner and not self._warm:
+            self._inner.load_own_state([state["inner"] for state in states if state.get("inner")])
         self._rounds.load([state["rounds"] for state in states if state.get("rounds")])
 
     def readings(self) -> dict[str, Any]:
@@ -244,8 +272,9 @@ class Local:
         return {**readings_of(coders), "rounds": rounds.count, "every": rounds.length, "drift": rounds.drift}
 
     def close(self, *, failed: bool = False) -> None:
-        if self._warm:
-            self._warm.close(failed=failed)
+        for sums in (self._warm, self._inner):
+            if sums:
+                sums.close(failed=failed)
         if self._rounds:
             self._rounds.close()
 
@@ -262,7 +291,21 @@ class Local:
         if self._warm:
             self._warm.detach()
             self._warm = None
+            for model, optimizer in self._pairs if self._inner and self._sites else ():
+                self._inner.attach(model, optimizer, self._sites.inside)  # type: ignore[union-attr]
         rounds.reset()
+
+    @property
+    def _sums(self) -> AllReduce | None:
+        """What adds up gradients now."""
+        return self._warm or self._inner
+
+    def _say_of_sites(self, world: World) -> None:
+        if self._sites and self._sites.count == world.group.size > 1:
+            world.tell(
+                f"inner={self._inner_words} has no effect: each member is a site of its own. Several on a host are one "
+                "site, and so are those with the same --label site-NAME"
+            )
 
     def _adopt(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, buffers: dict[str, torch.Tensor]

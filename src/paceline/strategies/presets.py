@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.codecs import Codec
+from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.averaging import Averaging
 from paceline.strategies.local import Local
 from paceline.strategies.outer import Make, Outer
@@ -37,9 +38,10 @@ def DiLoCo(  # noqa: N802
     codec: Codec | LowRank | str | None = "none",
     overlap: Overlap | int | str = 0,
     warmup: int = 0,
+    inner: AllReduce | str | None = "none",
 ) -> Local:
     """Many local steps, commonly of AdamW, and Nesterov's momentum (rate 0.7, momentum 0.9) at each round."""
-    return Local(every=every, outer=outer, average=average, codec=codec, overlap=overlap, warmup=warmup)
+    return Local(every=every, outer=outer, average=average, codec=codec, overlap=overlap, warmup=warmup, inner=inner)
 
 
 def SparseLoCo(  # noqa: N802
@@ -48,8 +50,9 @@ def SparseLoCo(  # noqa: N802
     average: Averaging | str = "mean",
     overlap: Overlap | int | str = 0,
     warmup: int = 0,
+    inner: AllReduce | str | None = "none",
 ) -> Local:
     """Of each 4096 differences the 64 largest travel, in two bits; what is unsaid decays, and takes the place of an
     outer momentum."""
     codec = f"topk({density}, values=2bit), decay=0.95"
-    return Local(every=every, average=average, codec=codec, overlap=overlap, warmup=warmup)
+    return Local(every=every, average=average, codec=codec, overlap=overlap, warmup=warmup, inner=inner)

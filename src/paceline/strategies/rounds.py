@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import ConfigError, PacelineError, TimedOut
+from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.strategies.anchors import SKETCH, Anchors
 from paceline.strategies.averaging import Averaging, Seen
 from paceline.strategies.exchange import MEET, Alone, Exchange, Heard, Meeting, Note, Outcome
@@ -26,6 +26,7 @@ from paceline.strategies.movers import Movers
 from paceline.strategies.outer import Outer
 from paceline.strategies.reducers import Coder, Method, load
 from paceline.strategies.schedule import Every, Overlap, Place
+from paceline.strategies.sites import Sites
 from paceline.strategies.strategy import World
 from paceline.strategies.unsaid import handed_on, tell_lost
 from paceline.transport.group import Group
@@ -54,9 +55,12 @@ class Plan:
 
 
 class Rounds:
-    """Of one member, with the others of the world's group. All members make one with the same plan."""
+    """Of one member, with the others of the world's group. All members make one with the same plan.
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    `sites`: members of one site take the same steps, and count as one; None: each takes its own.
+    """
+
+    def __init__(self, plan: Plan, world: World, sites: Sites | None = None) -> None:
         self.parts: list[Anchors] = []
         self.movers = Movers()
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -69,18 +73,20 @@ class Rounds:
         self._spread = self._size = 0.0  # squares, of the fragments of this round so far
         self._under = False  # an exchange is
         self._saved: dict[str, Any] = {}  # by all alike, until models and optimizers are loaded
-        self._group: Group | None = None  # for our exchanges alone; None: there is one member
+        self._sites = sites
+        self._group: Group | None = None  # for our exchanges alone; None: there is one member, or one site
         self._meeting: Meeting = Alone(plan.average)
-        size = world.group.size
+        size = sites.count if sites else world.group.size
         plan.average.check(size)
         if size > 1:
-            self._group = world.group.subgroup(range(size))
+            self._group = world.group.subgroup(range(world.group.size))
             assert self._group is not None
             self._group.barrier()  # what it stands on is made here, not in the thread of the exchange
             self._group.all_gather(torch.zeros(1))
             self._meeting = Exchange(self._group, plan.average, self._carry)
         elif plan.method.codec:
-            world.tell(f"codec {plan.method.words} has no effect: this run has one member")
+            one = "site" if sites and world.group.size > 1 else "member"
+            world.tell(f"codec {plan.method.words} has no effect: this run has one {one}")
         self._heard = Heard(plan.average.hears, self._cuts) if plan.average.hears else None
         if self._heard:
             world.listen = self._heard
@@ -92,6 +98,10 @@ class Rounds:
     @property
     def alone(self) -> bool:
         return self._group is None
+
+    @property
+    def sent_bytes(self) -> int:
+        return (self._group.sent_bytes if self._group else 0) + (self._sites.sent_bytes if self._sites else 0)
 
     @property
     def idle(self) -> bool:
@@ -106,12 +116,15 @@ class Rounds:
         if self._under:
             self._collect()  # of those that were there when it was sent
         plan, coder = self._plan, None
-        if self._group and (plan.method.codec or plan.average.combine):
+        sites = self._sites if self._group else None
+        group = sites.leaders if sites else self._group
+        if group and (plan.method.codec or plan.average.combine):
             for device in {p.device for _, p in named}:
                 load(plan.method, device)
             seed, combine = self._world.seed * 1009 + len(self.parts), plan.average.combine
             coder = Coder(plan.method, feedback=plan.feedback, seed=seed, tell=self._world.tell, combine=combine)
-        self.parts.append(Anchors(named, plan.outer, self._cuts, self._group, coder, plan.decay))
+        near = sites.near if sites else None
+        self.parts.append(Anchors(named, plan.outer, self._cuts, group, coder, plan.decay, near))
 
     def reset(self) -> None:
         """All members are equal: rounds begin now."""
@@ -229,9 +242,18 @@ class Rounds:
     def _carry(self, outcome: Outcome) -> None:
         """In the thread of the exchange."""
         assert self._group is not None
-        for part in self.parts:
-            part.carry(outcome.fragment, outcome.weights[self._group.rank])
-        self.movers.carry(self._group, outcome.changed, outcome.weights, self._plan.average.combine)
+        sites, weights = self._sites, outcome.weights
+        try:
+            if sites:
+                weights = sites.fold(weights)
+            for part in self.parts:
+                part.carry(outcome.fragment, weights[self._group.rank])
+            self.movers.carry(self._group, outcome.changed, weights, self._plan.average.combine)
+        except Interrupted as error:
+            for group in (sites.leaders, sites.near) if sites else ():
+                if group:
+                    group.abort(error)
+            raise
 
     def _collect(self) -> Outcome:
         """Wait for what is under way, and move the anchors."""
@@ -248,7 +270,7 @@ class Rounds:
             raise late from None
         finally:
             world.waited_s += time.monotonic() - began
-        world.sent_bytes = self._group.sent_bytes if self._group else 0
+        world.sent_bytes = self.sent_bytes
         if outcome.fragment != MEET:
             self._take_in(outcome)
         return outcome
@@ -263,7 +285,7 @@ class Rounds:
         self._spread += outcome.spread
         # A checkpoint is taken before everyone's next batch, which has to be the same one.
         if all(note.fragment != MEET and note.turn == notes[0].turn for note in notes):
-            world.granted = world.granted or any(note.wish for note in notes)
+            world.granted = world.granted or (len(notes) == world.group.size and any(note.wish for note in notes))
         world.paces = [] if self.alone else [number for note in notes for number in note.pace]
         if last:
             self.movers.apply()
@@ -366,10 +388,10 @@ class Rounds:
         """By all members: those for whom another one encodes now hand it on."""
         coders = [part.coder for part in self.parts if part.coder]
         kept = [state["coders"] for state in states if state["coders"]]
-        if not coders:
+        if self.alone or not (self._plan.method.codec or self._plan.average.combine):
             tell_lost(kept, self._world)
         elif not self._plan.average.combine:
-            kept = handed_on(kept, self._world.group)
+            kept = handed_on(kept, self._world.group, self._sites.speakers if self._sites else None)
         for i, coder in enumerate(coders):
             coder.load([each[i] for each in kept if len(each) > i])
 

@@ -100,10 +100,12 @@ class World:
         limit_s: float = 300.0,
         replaces: bool = False,
         late: bool = False,
+        site: str = "",
     ) -> None:
         self.group = group
         self.replaces = replaces  # with servers: lost workers are started again, and come while the others train
         self.late = late  # this one was
+        self.site = site  # those of one site are near each other; see `paceline.strategies.sites`
         self.wires = wires  # to all of the run's processes; None in a run of one
         self.servers = tuple(servers)  # ranks of the run's server processes, which are in no group
         self.limit_s = limit_s
@@ -131,6 +133,7 @@ class World:
         self.move = False  # this member has heard of a view that all are to go to between two steps
         self.moving = False  # some member has, and all know it
         self.passed = 0  # passes since the last step
+        self.weighed = 0.0  # the weights of the members' last pass, added up, where gradients are
 
     @property
     def waited(self) -> float:

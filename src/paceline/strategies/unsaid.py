@@ -28,9 +28,12 @@ def readings_of(coders: Sequence[Coder]) -> dict[str, Any]:
     return {"codec": words, **totals, "residual_norm": math.hypot(*norms)}
 
 
-def handed_on(kept: list[Any], group: Group) -> list[Any]:
-    """What this member and those for which it exchanges gradients have kept; nothing where another one does so."""
-    speakers = group.speakers
+def handed_on(kept: list[Any], group: Group, speakers: Sequence[int] | None = None) -> list[Any]:
+    """What this member and those for which it exchanges gradients have kept; nothing where another one does so.
+
+    `speakers`: of each member, by rank, the one that does so for it; None: as the group has it.
+    """
+    speakers = group.speakers if speakers is None else speakers
     if speakers[group.rank] != group.rank:
         group.send(torch.frombuffer(bytearray(pack(kept)), dtype=torch.uint8), speakers[group.rank])
         return []

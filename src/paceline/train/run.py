@@ -23,6 +23,7 @@ from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
+from paceline.strategies.sites import site_of
 from paceline.train import metrics
 from paceline.train.ending import Ending
 from paceline.train.feeding import Feeding, refuse_given
@@ -89,6 +90,7 @@ class Run:
             limit_s=settings.wait_limit_s,
             replaces=replaces,
             late=late,
+            site=site_of(wires.view.members[wires.rank]) if wires else "",
         )
         self._team = team
         self._saver = Saver(
