@@ -104,8 +104,9 @@ class Anchors:
         """Exchange what was noted; a member of weight zero says nothing of its own."""
         if self._buckets[fragment]:
             self._exchange(fragment, weight)
-        for i in self._fragments[fragment] if self._near else ():
-            self._near.broadcast(self._views[i])
+        if self._near:
+            for i in self._fragments[fragment]:
+                self._near.broadcast(self._views[i])
 
     def _exchange(self, fragment: int, weight: float) -> None:
         coder, buckets = self.coder, self._buckets[fragment]

@@ -46,10 +46,11 @@ class Sites:
         self.leads = mine[0] == group.rank
         self._first = [found[name][0] for name in names]  # by rank, of its site
         self.inside = _Inside(world, self._part(group)) if self.count > 1 else world  # where gradients are summed
-        self.near = self._part(group) if self.count > 1 and len(mine) > 1 else self._none(group)
+        near = self._part(group) if self.count > 1 else None  # made by all, since names of groups are counted
+        self.near = near if near and near.size > 1 else None
         self.leaders = group.subgroup([ranks[0] for ranks in self._ranks]) if self.count > 1 else None
         for made in (self.near, self.leaders):
-            if made and made.size > 1:
+            if made:
                 made.barrier()  # what it stands on is made here, not in the thread of the exchange
         self.speakers = self._who_encodes(group)
 
@@ -69,11 +70,6 @@ class Sites:
         """A group of this member's site; all sites make theirs in the same order."""
         made = [group.subgroup(ranks) for ranks in self._ranks]
         return next(part for part in made if part)
-
-    def _none(self, group: Group) -> None:
-        """As `_part`, where this site has no use for one: names of groups are counted."""
-        if self.count > 1:
-            self._part(group)
 
     def _who_encodes(self, group: Group) -> list[int]:
         """For each member, the one that encodes for it."""
