@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.strategies import (
         AllReduce,
         Async,
+        AsyncLocal,
         Average,
         Bounded,
         DiLoCo,
@@ -39,6 +40,7 @@ _WHERE = {
     "Run": "paceline.train.run",
     "AllReduce": "paceline.strategies",
     "Async": "paceline.strategies",
+    "AsyncLocal": "paceline.strategies",
     "Average": "paceline.strategies",
     "Bounded": "paceline.strategies",
     "DiLoCo": "paceline.strategies",
@@ -56,6 +58,7 @@ _WHERE = {
 __all__ = [
     "AllReduce",
     "Async",
+    "AsyncLocal",
     "Average",
     "Bounded",
     "ConfigError",

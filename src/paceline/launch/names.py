@@ -21,6 +21,7 @@ STRATEGIES = (
     "post_local",
     "diloco",
     "sparseloco",
+    "async_local",
 )
 CODECS = (
     "none",

@@ -10,6 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.words import build, read
 from paceline.server.packing import servable
 from paceline.strategies.allreduce import AllReduce
+from paceline.strategies.async_local import AsyncLocal
 from paceline.strategies.local import Local
 from paceline.strategies.presets import Average, DiLoCo, PostLocal, SparseLoCo
 from paceline.strategies.server import Async, Bounded, Served, Sync
@@ -25,6 +26,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "post_local": PostLocal,
     "diloco": DiLoCo,
     "sparseloco": SparseLoCo,
+    "async_local": AsyncLocal,
 }
 
 
@@ -53,7 +55,9 @@ def words_of(strategy: Strategy) -> str:
     if not isinstance(strategy, AllReduce | Served | Local):
         return type(strategy).__name__
     name, gate = ("local" if isinstance(strategy, Local) else "allreduce"), ""
-    if isinstance(strategy, Served):
+    if isinstance(strategy, AsyncLocal):
+        name = "async_local"
+    elif isinstance(strategy, Served):
         name, _, gate = strategy.gate.words.partition("(")
     own = [gate.removesuffix(")")] if gate and gate != "backups=0)" else []
     own += [f"{key}={value!r}" for key, value in changed.items() if key not in ("backups", "staleness")]
@@ -83,7 +87,7 @@ def choose(script: Strategy, typed: str) -> tuple[Strategy, str]:
     if agree and type(made) is type(script):
         return script, ""
     lost = [key for key, value in _changed(script).items() if mine.get(key, "") != value]
-    if isinstance(made, Served) and isinstance(script, Served):
+    if isinstance(made, Served) and isinstance(script, Served) and AsyncLocal not in (type(made), type(script)):
         if agree and not {"correct", "per_host"} & (set(lost) - set(mine)):
             script.gate = made.gate
             kept = [key for key in _changed(script) if key in mine]
@@ -108,6 +112,7 @@ __all__ = [
     "STRATEGIES",
     "AllReduce",
     "Async",
+    "AsyncLocal",
     "Average",
     "Bounded",
     "DiLoCo",

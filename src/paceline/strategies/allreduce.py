@@ -51,6 +51,7 @@ class AllReduce:
     """
 
     forgives = False
+    owes = False
 
     def __init__(
         self,

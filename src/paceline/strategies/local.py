@@ -63,6 +63,7 @@ class Local:
     """
 
     forgives = False
+    owes = False
 
     def __init__(
         self,

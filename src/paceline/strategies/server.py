@@ -41,7 +41,7 @@ from paceline.transport.hub import HubGroup
 # These look at each element by itself, so a tensor may be cut.
 _ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    "paceline.Adagrad",
+    "paceline.Adagrad", "paceline.DelayedNesterov",
 }  # fmt: skip
 _LOOK_S = 1.0
 
@@ -116,10 +116,17 @@ class Served:
                     f"the optimizer holds a parameter of shape {tuple(p.shape)} that the servers do not: it was put "
                     "into param_groups by hand. Use optimizer.add_param_group"
                 )
-        self._forget_state()
         weight, doubt = (world.passing.weight, "") if world.passing else world.tally.take()
         if doubt:
             world.tell(doubt)
+        self._push(optimizer, weight)
+        return False
+
+    def _push(self, optimizer: torch.optim.Optimizer, weight: float) -> None:
+        """Push what `p.grad` holds, and install the next weights."""
+        world, held = self._world, self._tables[id(optimizer)]
+        assert world is not None
+        self._forget_state()
         options = options_of(optimizer)
         leases = world.passing.leases if world.passing else world.leases()
         began = time.monotonic()
@@ -131,7 +138,6 @@ class Served:
         seen = max(each.wishes for each in held)
         world.granted = world.granted or seen > self._wishes
         self._wishes = max(self._wishes, seen)
-        return False
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         pass
@@ -210,6 +216,10 @@ class Served:
     def forgives(self) -> bool:
         """Whether the run goes on when a worker is lost."""
         return not isinstance(self.gate, Together) or self.gate.backups > 0
+
+    @property
+    def owes(self) -> bool:
+        return False
 
     @property
     def sync(self) -> bool:

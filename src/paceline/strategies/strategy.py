@@ -156,6 +156,11 @@ class Strategy(Protocol):
     def forgives(self) -> bool:
         """Whether the run goes on when a member is lost."""
 
+    @property
+    def owes(self) -> bool:
+        """Whether what this member has learnt from batches behind it is still to be brought to the others, by a push
+        that will settle them."""
+
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         """Take over the gradients of a model. Called by all members; more than once where a run has several models."""
 

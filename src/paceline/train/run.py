@@ -115,7 +115,7 @@ class Run:
             labels=labels,
             place=lambda: (self.rank, self.size),
             asked=lambda loader: self._loop.asked(loader),
-            owed=lambda: self._loop.window.open,
+            owed=lambda: self._loop.window.open or strategy.owes,
             warn=self._warn,
         )
         self._loaders = self._feeding.loaders
