@@ -40,6 +40,7 @@ from paceline.testing.hosts import Hosts
 
 SIZE = 4
 RATES = ("10mbit", "100mbit", "1gbit")
+QUICK = ("alone", "ddp", "diloco", "sparseloco")
 ALLOWED = {"gpt": 0.02, "cnn": 0.003}
 GOALS = {
     "speedup_10mbit": ">= 20",
@@ -57,7 +58,7 @@ def main() -> None:
     options = arguments(__doc__, _options)
     if options.worker:
         return _worker()
-    names = options.sides or [n for n in worker.SIDES if not options.quick or n not in ("local", "diloco overlap")]
+    names = options.sides or (list(QUICK) if options.quick else list(worker.SIDES))
     chosen = options.tasks or (["cnn"] if options.quick else ["gpt", "cnn"])
     rates = options.rates or (["100mbit"] if options.quick else list(RATES))
     os.environ["BENCH_TEXT"], os.environ["BENCH_DEVICE"] = options.text, options.device
@@ -135,7 +136,7 @@ def _learnt(options: argparse.Namespace, chosen: list[str], names: list[str]) ->
     seeds, jobs = (1 if options.quick else options.seeds), []
     for seed in range(seeds):
         for task in chosen:
-            total = options.steps or (100 if options.quick else tasks.TASKS[task].steps)
+            total = options.steps or (60 if options.quick else tasks.TASKS[task].steps)
             jobs += [Job(task, name, worker.SIDES[name], seed, tasks.TASKS[task].lr, total) for name in names]
     found = run_all(jobs, teams(options), _start)
     runs: dict[str, Runs] = {task: {} for task in chosen}
