@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -100,9 +101,10 @@ def test_what_was_learnt_since_the_last_push_is_brought_when_all_meet() -> None:
     assert not torch.equal(first[0], first[1])
 
 
-def test_all_train_and_agree_in_the_end() -> None:
+@pytest.mark.parametrize("codec", ["", "quantize(8)"])
+def test_all_train_and_agree_in_the_end(codec: str) -> None:
     def body(group: Group) -> tuple[torch.Tensor, float]:
-        with closing(apart(group, make_strategy("async_local(every=4)"))) as member:  # type: ignore[arg-type]
+        with closing(apart(group, make_strategy("async_local(every=4)", codec))) as member:  # type: ignore[arg-type]
             member.train(40)
             member.strategy.together(end=True)
             loss = member.model(torch.ones(1, 6)).sum()
@@ -113,6 +115,27 @@ def test_all_train_and_agree_in_the_end() -> None:
     found = together(3, body, hosts=["a", "b", "b"])
     assert all(torch.equal(weights, found[0][0]) for weights, _ in found)
     assert found[0][1] < begun
+
+
+def test_a_slow_worker_takes_fewer_steps_between_two_pushes() -> None:
+    def body(group: Group) -> list[int]:
+        with closing(apart(group, AsyncLocal(every=6))) as member:
+            pushes = []
+            for _ in range(2):
+                before = member.strategy.versions  # type: ignore[attr-defined]
+                for step in range(1, 13):
+                    member.train(1)
+                    time.sleep(0.03 * group.rank)
+                    if not member.strategy.owes:
+                        pushes.append(step)
+                member.strategy.together()
+                assert member.strategy.versions != before  # type: ignore[attr-defined]
+            return pushes
+
+    fast, slow = together(2, body, hosts=["a", "a"])
+    assert fast == [6, 12] * 2
+    assert slow[:2] == [6, 12]  # nothing is known in the first epoch
+    assert slow[2] < 6
 
 
 def test_weights_that_are_no_numbers_reach_no_server() -> None:

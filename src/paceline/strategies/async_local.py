@@ -137,10 +137,6 @@ class AsyncLocal(Served):
         for apart in self._apart:
             apart.install()
 
-    def readings(self) -> dict[str, Any]:
-        told = super().readings()
-        return {**told, "every": self._steps_a_push} if told else told
-
     def _bring(self, apart: _Apart) -> None:
         """Push what was learnt, and go on from what the servers have."""
         world = self._world
