@@ -9,7 +9,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 
-from bench._local_quality import Job, Run, gap, run_all
+from bench._local_quality import Job, Outcomes, Run, gap, run_all
 from bench._local_tasks import TASKS
 from bench.harness import Figure, Report, short
 from bench.team import Team
@@ -19,7 +19,9 @@ _NONE = Run([(0, 0.0)])
 CASES = {"": "alike", "unlike": "unlike data", "noise": "one fed noise"}
 
 
-def add_table(report: Report, options: argparse.Namespace, num_teams: int, start: Callable[[], Team]) -> None:
+def add_table(
+    report: Report, options: argparse.Namespace, num_teams: int, start: Callable[[], Team], outcomes: Outcomes
+) -> None:
     """Train, print the table, and add how many points the mean by loss is ahead of the plain mean."""
     task, seeds = TASKS["small"], 1 if options.quick else options.seeds
     total = options.steps or (60 if options.quick else task.steps)
@@ -37,7 +39,7 @@ def add_table(report: Report, options: argparse.Namespace, num_teams: int, start
         for name in AVERAGES
         for seed in range(seeds)
     ]
-    found = run_all(jobs, num_teams, start)
+    found = run_all(jobs, num_teams, start, outcomes)
     runs = {
         (case, name): [
             found["small", name, seed, case] for seed in range(seeds) if ("small", name, seed, case) in found

@@ -1,6 +1,7 @@
 """What the sides of `bench.local` learn: four members as processes of this host, for real, several teams at once.
 
-What comes out does not depend on how fast they are, so it may run on a GPU that all share (`--device cuda`).
+What comes out does not depend on how fast they are, so it may run on a GPU that all share (`--device cuda`), on another
+machine, and in several goes: runs that a file of outcomes has are not made again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,6 +39,13 @@ class Job(NamedTuple):
     def key(self) -> Key:
         return self.task, self.name, self.seed, self.case
 
+    @property
+    def words(self) -> str:
+        side = self.side.get("strategy", f"{self.name}, every {self.side['every']}")
+        return " ".join(
+            filter(None, [self.task, self.case, f"{side}: {self.total} steps, lr {self.lr}, seed {self.seed}"])
+        )
+
 
 class Run(msgspec.Struct):
     """What came of it."""
@@ -59,33 +68,52 @@ class Run(msgspec.Struct):
 Runs = dict[str, list[Run]]  # by side, a run for each seed
 
 
-def run_all(jobs: Sequence[Job], num_teams: int, start: Callable[[], Team]) -> dict[Key, Run]:
+class Outcomes:
+    """Runs by what they are; kept in a file as they come: what is there stays, should the benchmark be stopped."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file, self._lock = file, threading.Lock()
+        self._runs: dict[str, Run] = {}
+        if file and file.exists():
+            self._runs = msgspec.json.decode(file.read_bytes(), type=dict[str, Run])
+
+    def add(self, job: Job, run: Run) -> None:
+        with self._lock:
+            self._runs[job.words] = run
+            if self._file:
+                self._file.write_bytes(msgspec.json.encode(self._runs))
+
+    def __contains__(self, job: Job) -> bool:
+        return job.words in self._runs
+
+    def __getitem__(self, job: Job) -> Run:
+        return self._runs[job.words]
+
+
+def run_all(jobs: Sequence[Job], num_teams: int, start: Callable[[], Team], outcomes: Outcomes) -> dict[Key, Run]:
     """Teams take job after job; a job that fails is told and left out."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    for job in jobs:
+    missing = [job for job in jobs if job not in outcomes]
+    for job in missing:
         waiting.put(job)
-    found: list[tuple[Job, Run]] = []
-    threads = [
-        threading.Thread(target=_work, args=(waiting, found, start)) for _ in range(max(1, min(num_teams, len(jobs))))
-    ]
+    count = min(num_teams, len(missing))
+    threads = [threading.Thread(target=_work, args=(waiting, outcomes, start)) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    by_key = {job.key: run for job, run in found}
-    return {job.key: by_key[job.key] for job in jobs if job.key in by_key}
+    return {job.key: outcomes[job] for job in jobs if job in outcomes}
 
 
-def _work(waiting: queue.SimpleQueue[Job], found: list[tuple[Job, Run]], start: Callable[[], Team]) -> None:
+def _work(waiting: queue.SimpleQueue[Job], outcomes: Outcomes, start: Callable[[], Team]) -> None:
     while not waiting.empty():
         try:
             with start() as team:
                 team.call("connect", described=team.call("describe"))
                 while True:
                     job = waiting.get_nowait()
-                    found.append((job, _train(team, job)))
-                    value = found[-1][1].final
-                    print(f"{job.task} {job.case} {job.name}, seed {job.seed}: {value:.4f} at the end", flush=True)
+                    outcomes.add(job, _train(team, job))
+                    print(f"{job.words}: {outcomes[job].final:.4f} at the end", flush=True)
         except queue.Empty:
             return
         except TeamError as error:

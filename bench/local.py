@@ -8,9 +8,10 @@
                                      without are the character GPT's
 
 The target is what DDP has at its end, less what may be lost: 0.02 nats, 0.3 points. What sides learn is from real
-training by processes of this host (`_local_quality`), which `--outcomes FILE` keeps for another machine; the table of
-averages is from there too. Steps are timed on network namespaces with shaped links, which needs root: bytes, codecs and
-optimizers are real, compute is a calibrated sleep (`_local_worker`). Every block timed is a whole round.
+training by processes of this host (`_local_quality`); `--outcomes FILE` keeps it, for another machine or another go.
+The table of averages is from there too. Steps are timed on network namespaces with shaped links, which needs root:
+bytes, codecs and optimizers are real, compute is a calibrated sleep (`_local_worker`). Every block timed is a whole
+round. Sides that do not reach the target have no speedup.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bench import _local_tasks as tasks
 from bench import _local_worker as worker
 from bench import _network_accuracy as fashion
 from bench import _network_worker as network
-from bench._local_quality import Job, Run, Runs, gap, run_all
+from bench._local_quality import Job, Outcomes, Run, Runs, gap, run_all
 from bench.harness import Figure, Report, arguments, compare, middle, short
 from bench.plot import Curve, draw
 from bench.team import Team, serve
@@ -67,9 +68,10 @@ def main() -> None:
     if reason := fashion.missing() if "cnn" in chosen or options.averages else "":
         raise SystemExit(f"bench.local: {reason}")
     report = Report("bench.local")
-    learnt = _learnt(options, chosen, [name for name in names if name != "alone"])
+    outcomes = Outcomes(Path(options.outcomes) if options.outcomes else None)
+    learnt = _learnt(options, outcomes, chosen, [name for name in names if name != "alone"])
     if options.averages:
-        averages.add_table(report, options, teams(options), _start)
+        averages.add_table(report, options, teams(options), _start, outcomes)
     times: dict[tuple[str, str], Times] = {}
     if reason := "--no-times" if options.no_times else Hosts.missing():
         report.note(f"steps are not timed: {reason}")
@@ -97,7 +99,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", default="", metavar="PATH", help="a file, or a folder of .txt, for the GPT")
     parser.add_argument("--data", metavar="DIR", help="with the four idx files; else Debian's package")
     parser.add_argument(
-        "--outcomes", metavar="FILE", help="what the sides have learnt: read if it is there, or written"
+        "--outcomes", metavar="FILE", help="keeps what the sides have learnt: runs that it has are not made again"
     )
     parser.add_argument("--averages", action="store_true", help="also the table of averages")
     parser.add_argument("--no-times", action="store_true", help="train only")
@@ -129,21 +131,16 @@ def _team(places: list[tuple[list[str], str, str]], interface: str) -> Team:
 # ---- what they learn
 
 
-def _learnt(options: argparse.Namespace, chosen: list[str], names: list[str]) -> dict[str, Runs]:
-    file = Path(options.outcomes) if options.outcomes else None
-    if file and file.exists():
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Runs])
+def _learnt(options: argparse.Namespace, outcomes: Outcomes, chosen: list[str], names: list[str]) -> dict[str, Runs]:
     seeds, jobs = (1 if options.quick else options.seeds), []
     for seed in range(seeds):
         for task in chosen:
             total = options.steps or (60 if options.quick else tasks.TASKS[task].steps)
             jobs += [Job(task, name, worker.SIDES[name], seed, tasks.TASKS[task].lr, total) for name in names]
-    found = run_all(jobs, teams(options), _start)
+    found = run_all(jobs, teams(options), _start, outcomes)
     runs: dict[str, Runs] = {task: {} for task in chosen}
     for (task, name, _, _), run in found.items():
         runs[task].setdefault(name, []).append(run)
-    if file:
-        file.write_bytes(msgspec.json.encode(runs))
     return runs
 
 
@@ -251,6 +248,7 @@ def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Run
             words = {n: f"{n} {counts[n]:.0f} x {short(1e3 * statistics.median(seconds(taken[n])))} ms" for n in weigh}
             report.add(replace(figure, ours=words[ours], peer=words["ddp"]))
         for name in taken:
+            report.extra[f"step_speedup {task} {rate} {name}"] = _step_speedup(taken, name)
             report.extra[f"step_ms {task} {rate} {name}"] = 1e3 * statistics.median(seconds(taken[name]))
             report.extra[f"step_bytes {task} {name}"] = statistics.mean(t["sent_bytes"] for t in taken[name])
     slowest = next(iter(times), "")
@@ -297,6 +295,13 @@ def _steps_to_target(report: Report, task: str, learnt: Runs) -> dict[str, float
     never = sorted(name for name, count in counts.items() if math.isinf(count))
     report.note(f"{task}: target {target:.4f}" + (f"; not reached by {', '.join(never)}" if never else ""))
     return {name: count for name, count in counts.items() if math.isfinite(count)}
+
+
+def _step_speedup(taken: Times, name: str) -> float:
+    """Of a step, whatever is learnt in it."""
+    if "ddp" not in taken:
+        return math.nan
+    return statistics.median(seconds(taken["ddp"])) / statistics.median(seconds(taken[name]))
 
 
 def _fastest(taken: Times, counts: dict[str, float]) -> str:
