@@ -4,7 +4,8 @@ All-reduce, with members that are started again: kills of any member, of the fir
 one after the other (the second while the others form their group again, or a newcomer is healed), kills during a
 checkpoint, and pauses, shorter and longer than the silence after which a member is lost. The servers' strategies start
 lost workers again too, where they are told to; where they are not, a run has as many kills as it can do without. Those
-who are paused there are waited for.
+who are paused there are waited for. Between hosts, links fail as well: they part, one way or both, are slow, reset, or
+flip a byte; whole hosts die, disks are full, clocks jump.
 """
 
 from __future__ import annotations
@@ -15,6 +16,19 @@ from paceline.testing.plan import FaultPlan
 
 _SCHEDULER_KILLS = 3  # of one run: one that ends too often within a minute is given up
 _KINDS = {"kill": 8, "first": 2, "scheduler": 2, "two": 3, "chase": 4, "checkpoint": 3, "short": 4, "long": 2}
+
+_ABROAD = {
+    "kill": 4,
+    "host": 2,
+    "scheduler": 1,
+    "pause": 2,
+    "parted": 5,
+    "slow": 2,
+    "reset": 3,
+    "corrupt": 3,
+    "disk": 2,
+    "clock": 2,
+}
 
 
 def elastic(seed: int, *, faults: int, members: int, first_step: int, gap: int, silence_s: float) -> FaultPlan:
@@ -67,6 +81,42 @@ def served(seed: int, *, kills: int, pauses: int, workers: int, first_step: int,
         else:
             for_s = round(dice.uniform(0.05, 1.0), 2)
             plan = plan.pause(member=dice.randrange(workers), step=step, for_s=for_s, after_s=after_s)
+        step += dice.randrange(gap // 2, gap + gap // 2)
+    return plan
+
+
+def abroad(seed: int, *, faults: int, hosts: int, first_step: int, gap: int, silence_s: float) -> FaultPlan:
+    """Over hosts: the first has the launcher, the scheduler and one member, each other one an agent and two members."""
+    dice, plan, step, schedulers, members = Random(seed), FaultPlan(), first_step, 0, 2 * hosts - 1
+    for _ in range(faults):
+        after_s = round(dice.uniform(0.0, 0.05), 3)
+        member, host = dice.randrange(members), dice.randrange(1, hosts)
+        short_s, long_s = round(dice.uniform(0.1, 0.8) * silence_s, 2), round(dice.uniform(1.2, 3.5) * silence_s, 2)
+        match dice.choices(list(_ABROAD), list(_ABROAD.values()))[0]:
+            case "scheduler" if schedulers < _SCHEDULER_KILLS:
+                schedulers += 1
+                plan = plan.kill("scheduler", step=step, after_s=after_s)
+            case "host":
+                plan = plan.kill(f"host {host}", step=step, after_s=after_s)
+            case "pause":
+                plan = plan.pause(member=member, step=step, for_s=dice.choice((short_s, long_s)), after_s=after_s)
+            case "parted":
+                apart = dice.choice(([host], [0], list(range(1, hosts))))
+                way = dice.choice(("both", "both", "out", "in"))
+                plan = plan.partition(apart, for_s=dice.choice((short_s, long_s)), way=way, step=step, after_s=after_s)
+            case "slow":
+                plan = plan.slow(dice.randrange(hosts), dice.choice(("1mbit", "10mbit")), for_s=long_s, step=step)
+            case "reset":
+                plan = plan.reset(dice.randrange(hosts), step=step, after_s=after_s)
+            case "corrupt":
+                plan = plan.corrupt(f"host {dice.randrange(hosts)}", after_bytes=dice.randrange(20_000), step=step)
+            case "disk":
+                plan = plan.fill_disk(for_s=long_s, step=step, after_s=after_s)
+            case "clock":
+                by_s = dice.choice((-86400.0, -5.0, 5.0, 86400.0))
+                plan = plan.jump_clock(by_s, member=member, step=step, after_s=after_s)
+            case _:
+                plan = plan.kill(member=member, step=step, after_s=after_s)
         step += dice.randrange(gap // 2, gap + gap // 2)
     return plan
 

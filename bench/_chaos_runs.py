@@ -57,6 +57,7 @@ class Setup:
     epochs: int
     least: int = 0  # of an elastic run
     num_servers: int = 0
+    num_hosts: int = 0  # 0: all on this machine
     replaced: bool = False  # with servers: lost workers are started again
     silence_s: float = 1.0
     standbys: int = 1
@@ -70,9 +71,12 @@ class Setup:
     def dir(self) -> Path:
         return ROOT / self.name
 
-    def spec(self) -> JobSpec:
+    def args(self) -> list[str]:
+        """Of the script."""
         args = ["--ledger", str((self.dir / "ledger").absolute()), "--epochs", str(self.epochs)]
-        args += ["--step-s", str(self.step_s), *(["--heard"] if self.heard else [])]
+        return [*args, "--step-s", str(self.step_s), *(["--heard"] if self.heard else [])]
+
+    def spec(self) -> JobSpec:
         settings = Settings().with_(
             root=str((self.dir / "runs").absolute()),
             name="it",
@@ -94,7 +98,7 @@ class Setup:
         return JobSpec(
             script="bench._chaos_train",
             module=True,
-            args=tuple(args),
+            args=tuple(self.args()),
             num_members=self.members,
             num_servers=self.num_servers,
             forgives=self.replaced or servers.forgives(self.strategy, self.num_servers),
@@ -155,11 +159,12 @@ def carry_out(setup: Setup, plan: FaultPlan, watch: Callable[[AnyJob], object] |
     left = leftovers(job.token)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    _judge(result, left)
+    judge(result, left)
     return result
 
 
-def _judge(result: Result, left: dict[int, str]) -> None:
+def judge(result: Result, left: dict[int, str]) -> None:
+    """Note what was not as it must be."""
     ledger, problems = result.setup.dir / "ledger", result.problems
     if result.outcome is None:
         if not problems:

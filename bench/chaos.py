@@ -1,6 +1,7 @@
-"""Members are killed and stopped at random, and everything that was trained is counted afterwards.
+"""Members, links, disks and clocks fail at random, and everything that was trained is counted afterwards.
 
-  faults_injected   kills and pauses that hit a process, over all runs; from a seed, compressed in time
+  faults_injected   those that hit, over all runs; from a seed, compressed in time. All-reduce runs on one machine, and
+                    over hosts (network namespaces, where this machine can have them) whose links fail too
   lost_steps, doubled_steps, lost_samples, doubled_samples, unlike_weights
                     what the ledgers of elastic all-reduce and of sync say (`paceline.testing.ledger`)
   hangs             runs that did not end within a generous limit
@@ -28,7 +29,7 @@ import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from bench import _chaos_goodput, _chaos_plans, _chaos_soak
+from bench import _chaos_goodput, _chaos_hosts, _chaos_plans, _chaos_soak
 from bench._chaos_runs import Result, Setup, carry_out, epochs_for
 from bench.harness import Figure, Report, arguments
 from paceline.testing.plan import FaultPlan
@@ -36,7 +37,7 @@ from paceline.testing.plan import FaultPlan
 _COUNTS = ("lost_steps", "doubled_steps", "lost_samples", "doubled_samples", "unlike_weights")
 _PER_RUN = 25  # faults of an elastic run
 _SILENCE_S = 1.0
-_KINDS = {"allreduce": ["allreduce"], "sync": ["sync", "sync(backups=1)"], "async": ["async"]}
+_KINDS = {"allreduce": ["allreduce"], "sync": ["sync", "sync(backups=1)"], "async": ["async"], "hosts": ["hosts"]}
 _ENDS = {"sync(backups=1)": "_backups", "async": "_async"}
 
 
@@ -70,6 +71,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _faults(report: Report, options: argparse.Namespace) -> None:
     wanted = options.faults or (3 if options.quick else 1000)
     kinds = [kind for name in options.strategies for kind in _KINDS[name]]
+    if "hosts" in kinds and (why := _chaos_hosts.missing()):
+        kinds.remove("hosts")
+        report.note(f"no runs over hosts: {why}")
     if options.quick:
         kinds = kinds[:1]
     results: dict[str, list[Result]] = {kind: [] for kind in kinds}
@@ -83,7 +87,10 @@ def _faults(report: Report, options: argparse.Namespace) -> None:
                 # Servers' runs have few faults each: two of all-reduce for each of theirs.
                 kind = kinds[0] if len(kinds) == 1 or seed % 3 else kinds[1 + seed // 3 % (len(kinds) - 1)]
                 setup, plan = _drawn(kind, seed, left, quick=options.quick)
-                running[pool.submit(carry_out, setup, plan)] = kind, len(plan.faults)
+                running[pool.submit(_chaos_hosts.carry_out if setup.num_hosts else carry_out, setup, plan)] = (
+                    kind,
+                    len(plan.faults),
+                )
                 seed += 1
                 continue
             if not running:
@@ -126,6 +133,21 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
             silence_s=_SILENCE_S,
             standbys=1 if quick else 2,
             limit_s=limit_s,
+        ), plan
+    if kind == "hosts":
+        faults, hosts, gap = min(_PER_RUN, max(3, left)), 3, 16
+        silence_s = 1.5 * _SILENCE_S
+        plan = _chaos_plans.abroad(seed, faults=faults, hosts=hosts, first_step=15, gap=gap, silence_s=silence_s)
+        return Setup(
+            name=f"hosts-{seed}",
+            strategy="allreduce",
+            members=2 * hosts - 1,
+            least=1,
+            num_hosts=hosts,
+            epochs=epochs_for(_chaos_plans.last_step(plan) + 3 * gap, 2 * hosts - 1),
+            seed=seed,
+            silence_s=silence_s,
+            limit_s=90.0 + 15.0 * faults,
         ), plan
     replaced = "backups" not in kind  # with backups, kills as many as there are
     kills = 4 if replaced else 1

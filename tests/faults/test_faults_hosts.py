@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from _hosts import Outing, outing, run_with
+from _hosts import CountedOuting, outing, run_with
 
 from paceline.testing.hosts import Hosts
 from paceline.testing.plan import FaultPlan
@@ -113,7 +113,7 @@ def test_the_launcher_starts_agents_on_hosts_of_a_list(tmp_path: Path) -> None:
         names = [hosts.name(i) for i in range(3)]
         (tmp_path / "hosts.txt").write_text(f"{names[1]} 1\n{names[2]} 1\n")
         options = ["--hosts", str(tmp_path / "hosts.txt"), "--start-on", "ip netns exec {host}"]
-        out = Outing(tmp_path, hosts, slots=(1,), most=3, epochs=8, step_s=0.05, options=options)
+        out = CountedOuting.of(tmp_path, hosts, slots=(1,), most=3, epochs=8, step_s=0.05, options=options)
         out.start()
         out.until(lambda: out.steps >= 10)
         (tmp_path / "hosts.txt").write_text(f"{names[1]} 1\n")

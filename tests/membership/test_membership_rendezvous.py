@@ -191,11 +191,12 @@ def test_no_bytes_do_more_than_be_refused(data):
 
 
 def test_closing_leaves_no_thread():
+    before = set(threading.enumerate())
     with rendezvous(2) as there:
         with pytest.raises(ConfigError):
             come(there, 5, 2)
     deadline = time.monotonic() + 5
-    while names := [t.name for t in threading.enumerate() if t.name.startswith("paceline")]:
+    while names := [t.name for t in set(threading.enumerate()) - before]:
         assert time.monotonic() < deadline, names
         time.sleep(0.01)
 

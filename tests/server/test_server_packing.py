@@ -24,11 +24,11 @@ class One:
     """A worker and its servers."""
 
     def __init__(self, codec: str, servers: int = 2, *, correct: str = "", shared: bool = False) -> None:
-        self.services = [Service(limit_s=10) for _ in range(servers)]
+        self.services = [Service(limit_s=60) for _ in range(servers)]
         ends = [pair(0, shared=shared) for _ in self.services]
         for service, (theirs, _) in zip(self.services, ends):
             service.attach(theirs)
-        self.client = Client(0, [mine for _, mine in ends], limit_s=10)
+        self.client = Client(0, [mine for _, mine in ends], limit_s=60)
         tensors = [(Tensor(f"p{i}", shape, "float32", 0), torch.zeros(shape)) for i, shape in enumerate(SHAPES)]
         rule = m.Rule(optimizer="SGD", groups=[SGD], gate="async", codec=codec, correct=correct)
         self.table: Table = self.client.open(tensors, rule)

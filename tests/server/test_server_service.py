@@ -36,14 +36,14 @@ class Place:
     """Servers and the connections of some workers."""
 
     def __init__(self, workers: int, servers: int = 1, *, shared: bool = False) -> None:
-        self.services = [Service(limit_s=10) for _ in range(servers)]
+        self.services = [Service(limit_s=60) for _ in range(servers)]
         self.clients = [self.join(rank, shared=shared) for rank in range(workers)]
 
     def join(self, rank: int, *, shared: bool = False) -> Client:
         ends = [pair(rank, shared=shared) for _ in self.services]
         for service, (theirs, _) in zip(self.services, ends):
             service.attach(theirs)
-        return Client(rank, [mine for _, mine in ends], limit_s=10)
+        return Client(rank, [mine for _, mine in ends], limit_s=60)
 
     def close(self) -> None:
         for client in self.clients:

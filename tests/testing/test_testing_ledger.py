@@ -103,6 +103,23 @@ def test_a_step_that_is_redone_by_others_is_no_fault_but_by_those_who_committed_
     assert "committed and undone later: member 1 (process 101)" in told.problems[0]
 
 
+def test_a_step_of_one_that_was_left_out_and_did_not_know_it_yet_is_no_fault() -> None:
+    """Member 1 was stopped; the others take step 4 without it; it goes on, takes its own, and comes back at step 5."""
+    written = run()
+    for w in written:
+        for place in range(8):
+            change(
+                w, place, view=1 if place < 3 else 2 if place == 3 else 3, members=(0, 2) if place == 3 else (0, 1, 2)
+            )
+    change(written[1], 3, view=1, members=(0, 1, 2), weights="old", counted=(1, 2, 3))
+    told = found(written)
+    assert told.clean, told
+    assert told.replaced_steps == 1
+    for w in (written[0], written[2]):
+        change(w, 3, members=(0, 1, 2))  # it was not left out
+    assert found(written).unlike_weights == 1
+
+
 def test_all_are_lost_and_go_on_from_a_checkpoint() -> None:
     before, after = run(), run()
     for w in before:

@@ -23,7 +23,7 @@ from paceline.membership.orders import Arrive, Host
 from paceline.membership.scheduler import Scheduler
 from paceline.membership.seats import Rules
 from paceline.train.team import NEW, Healing, Team
-from paceline.transport.group import Group
+from paceline.transport.group import Group, solo
 from paceline.transport.wires import Wires
 
 TOKEN = "the run's token"
@@ -211,11 +211,43 @@ def test_who_has_committed_a_step_less_gets_the_state_of_one_who_has(three: Thre
     assert ahead.book
     assert behind.book
     ahead.book.word = "after step 2"
-    ahead.team.commits += 1
+    ahead.team.commit()
     lose(members, agent)
     together(lambda: broken(ahead), lambda: broken(behind))
     assert behind.book.word == "after step 2"
     assert behind.team.commits == ahead.team.commits == 2
+
+
+def test_who_was_left_out_and_did_not_know_it_gets_the_others_step_of_the_same_number(three: Three) -> None:
+    """Its connections had brought all it needed for a step; the others took that step anew, without it."""
+    members, agent, _ = three
+    one, left_out, other = members
+    for each in members:
+        assert each.book
+        each.book.word = "after step 1"
+    left_out.team.commit()
+    left_out.book.word = "step 2 of the old view"
+    agent.beat([1])  # it is stopped
+    together(lambda: broken(one), lambda: broken(other))
+    assert one.team.view
+    assert [member.id for member in one.team.view.members] == [0, 2]
+    for each in (one, other):
+        each.team.commit()
+        each.book.word = "step 2"
+    agent.beat([])
+
+    def meet(each: Someone) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while each.team.group.size < 3:
+            assert time.monotonic() < deadline
+            if each is left_out or each.team.called:
+                each.team.between(moving=True)
+            time.sleep(0.01)
+
+    left_out.team.group.close()
+    left_out.team.group = solo()
+    together(*(lambda each=each: meet(each) for each in members))
+    assert [each.book.word for each in members] == ["step 2"] * 3
 
 
 def test_who_missed_the_end_of_an_operation_gets_its_result(three: Three) -> None:
@@ -252,7 +284,7 @@ def test_a_checkpoint_that_was_due_is_due_for_all(three: Three) -> None:
     ahead, behind = members[:2]
     assert ahead.book
     assert behind.book
-    ahead.team.commits += 1
+    ahead.team.commit()
     ahead.book.saving = True
     lose(members, agent)
     together(lambda: broken(ahead), lambda: broken(behind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -249,7 +250,7 @@ def test_wrong_token_is_refused_and_the_listener_lives_on(encrypt: bool) -> None
         with pytest.raises(AuthError, match=r"does not hold the same token"):
             connect(listener.address, "another token", 10, encrypt=encrypt)
         assert time.monotonic() - start < 5  # not tried again until the limit
-        wait_refused(listener, 1)
+        wait_refused(listener, 2)  # it has asked once more
         connect(listener.address, TOKEN, 5, encrypt=encrypt).close()
         listener.accept(5).close()
         with pytest.raises(TimedOut):
@@ -261,12 +262,13 @@ def test_a_listener_without_the_token_is_found_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def pretend() -> None:
-            sock, _ = server.accept()
-            with sock:
-                sock.sendall(b"paceln1\n\0" + bytes(32))
-                sock.recv(1000)
-                sock.sendall(b"\1" + bytes(32))
-                sock.recv(1)
+            for _ in range(2):
+                sock, _ = server.accept()
+                with sock:
+                    sock.sendall(b"paceln1\n\0" + bytes(32))
+                    sock.recv(1000)
+                    sock.sendall(b"\1" + bytes(32))
+                    sock.recv(1)
 
         thread = later(pretend, 0)
         with pytest.raises(AuthError, match="token"):
@@ -276,10 +278,48 @@ def test_a_listener_without_the_token_is_found_out() -> None:
 
 def test_something_else_on_the_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = later(lambda: server.accept()[0].sendall(b"220 mail.example.org ESMTP" + b" " * 50), 0)
+
+        def greet() -> None:
+            for _ in range(2):
+                with server.accept()[0] as sock:
+                    sock.sendall(b"220 mail.example.org ESMTP" + b" " * 50)
+
+        thread = later(greet, 0)
         with pytest.raises(AuthError, match="not a Paceline listener"):
             connect(f"127.0.0.1:{server.getsockname()[1]}", TOKEN, 5)
         thread.join()
+
+
+@pytest.mark.parametrize("place", [0, 20, 41, 49, 60, 90, 114, 130], ids=lambda place: f"byte {place}")
+def test_a_byte_that_is_altered_in_the_greeting_is_no_wrong_token(place: int) -> None:
+    """Nothing is encrypted yet; the second time it passes."""
+    with Listener(token=TOKEN) as listener, socket.create_server(("127.0.0.1", 0)) as between:
+
+        def pass_on() -> None:
+            for spoilt in (True, False):
+                near, _ = between.accept()
+                with near, bare(listener) as far:
+                    with contextlib.suppress(OSError):  # who is refused may be hung up on
+                        _relay(near, far, place if spoilt else -1)
+
+        thread = later(pass_on, 0)
+        connect(f"127.0.0.1:{between.getsockname()[1]}", TOKEN, 20, encrypt=False).close()
+        thread.join()
+        listener.accept(5).close()
+
+
+def _relay(near: socket.socket, far: socket.socket, spoil: int) -> None:
+    """Both ways, until one side ends; one byte of all that pass is altered."""
+    passed = 0
+    while True:
+        for source in select.select([near, far], [], [], 20)[0]:
+            data = bytearray(source.recv(4096))
+            if passed <= spoil < passed + len(data):
+                data[spoil - passed] ^= 0xFF
+            passed += len(data)
+            if not data:
+                return
+            (far if source is near else near).sendall(data)
 
 
 def test_one_plain_and_one_encrypted_say_so() -> None:

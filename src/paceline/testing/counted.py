@@ -81,6 +81,8 @@ class Book:
             return False
         given = tuple(numbers.tolist()) if self._loader.last_real else ()
         counted, times = _counted(seen - self._model.seen.detach()) if self.together else (None, 1)
+        team = getattr(self._run, "_team", None)
+        view = team.view if team else None
         line = Step(
             step=self._committed,
             epoch=epoch,
@@ -88,7 +90,8 @@ class Book:
             counted=counted,
             times=times,
             weights=digest(self._model),
-            view=int(getattr(self._run, "view", 0) or 0),
+            view=view.number if view else 0,
+            members=tuple(member.id for member in view.members) if view else (),
             at=time.monotonic(),
         )
         self._write(line)

@@ -11,8 +11,8 @@ gap. Where workers of sync servers come and go, rounds are told apart by the wei
 A step may stand there twice: a member that was killed right after it may have been the only one to see it, and the
 others take a step of that number without it; all members may be lost and go on from a checkpoint. What holds is what
 those who came to the end stand on: from the last step backwards, each step is the one on which the writers of the next
-one stood. Lines that do not belong to it are `replaced`, which is no fault where their writers are dead, and one where
-they lived on.
+one stood. Lines that do not belong to it are `replaced`, which is no fault where their writers are dead, or had been
+left out of the view without knowing it yet (one that was stopped, and goes on); it is one where they lived on.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     times: int = 1  # that the step was applied
     weights: str  # digest after the step
     view: int = 0
+    members: tuple[int, ...] = ()  # of that view
     at: float = 0.0  # time.monotonic()
 
 
@@ -256,7 +257,7 @@ def _one_step(step: int, held: list[Place], check: _Check) -> None:
 def _left(step: int, here: list[Place], held: list[Place], last: dict[int, int], check: _Check) -> None:
     """Lines of a step that do not hold: no fault where all of their writers ended with them."""
     left = [(p, i) for p, i in here if not any(p is q and i == j for q, j in held)]
-    living = [(p, i) for p, i in left if p.end or last[id(p)] > i]
+    living = [(p, i) for p, i in left if (p.end or last[id(p)] > i) and not _left_out(p, p.steps[i], held)]
     undone = [(p, i) for p, i in living if any(p is q and i < j for q, j in held)]
     if undone:
         check.lost += 1
@@ -266,6 +267,12 @@ def _left(step: int, here: list[Place], held: list[Place], last: dict[int, int],
         check.tell(f"after step {step} weights differed: {_names([*held[:1], *living])}")
     elif left:
         check.replaced += 1
+
+
+def _left_out(process: Written, line: Step, held: list[Place]) -> bool:
+    """Whether the step was taken in a newer view, without this process."""
+    newer = [p.steps[i] for p, i in held if p.steps[i].view > line.view]
+    return bool(newer) and all(process.member not in other.members for other in newer)
 
 
 def _rounds(written: Sequence[Written], check: _Check) -> None:

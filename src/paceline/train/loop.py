@@ -111,7 +111,7 @@ class Loop:
             return
         self._strategy.stepped(optimizer)
         if self._team:
-            self._team.commits += 1
+            self._team.commit()
             self._replica.committed()
         if optimizer is self._optimizers[0]:
             self._pacing.after_step(self._meter.after_step())

@@ -50,6 +50,16 @@ class Place(msgspec.Struct, frozen=True):
     saving: bool = False  # after its last commit a checkpoint is due
     easy: bool = False  # it stands between two turns
     begins: bool = False  # it has counted the turn that it is about to begin
+    formed: int = 0  # number of the view in which its last commit was
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Whoever has the greater one has what counts.
+
+        Members that go on without one may take the step that it took when it was left out already, without knowing it:
+        two of one number, and that of the newer view counts.
+        """
+        return self.commits, self.formed
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -94,6 +104,7 @@ class Team:
         self.group = solo()
         self.view: View | None = None
         self.commits = 0
+        self._formed = 0  # number of the view in which the last of them was
         self.operations = 0
         self.turns = 0  # of the loop that this member has begun
         self.lag = 0  # turns that it takes for nothing, to count as many as the others
@@ -185,6 +196,11 @@ class Team:
         """Whether all members are to leave."""
         heard = self._line.newest
         return self.called and heard is not None and not heard.view.members
+
+    def commit(self) -> None:
+        """A step was applied here."""
+        self.commits += 1
+        self._formed = self.view.number if self.view else 0
 
     def turn(self) -> bool:
         """The loop begins its next turn; whether it is one that counts."""
@@ -324,12 +340,14 @@ class Team:
             saving=bool(body and body.saving),
             easy=bool(lend and body and not body.busy),
             begins=self._begins,
+            formed=self._formed,
         )
         told = group.exchange(msgspec.msgpack.encode(mine))
         places = [msgspec.msgpack.decode(each, type=Place) for each in told]
         most = Place(*(max(getattr(p, name) for p in places) for name in ("commits", "operations", "turns")))
-        behind = [rank for rank, p in enumerate(places) if p.commits < most.commits]
-        source = next(rank for rank, p in enumerate(places) if p.commits == most.commits)
+        newest = max(p.state for p in places)
+        behind = [rank for rank, p in enumerate(places) if p.state < newest]
+        source = next(rank for rank, p in enumerate(places) if p.state == newest)
         if group.rank in behind or (behind and group.rank == source):
             self._status.set("healing" if group.rank in behind else f"healing members {', '.join(map(str, behind))}")
         healing: Healing | None = None
@@ -343,12 +361,13 @@ class Team:
         result = _given(group, knows, short, lambda: pack(_plain(self._result)))
         if self.body:
             self.body.regroup(group, state, healing)
-            self.body.saving = any(p.saving for p in places if p.commits == most.commits)
+            self.body.saving = any(p.saving for p in places if p.state == newest)
         if result is not None:
             self._result = unpack(memoryview(result))
         behind_by = most.turns - mine.turns
         self.lag = behind_by if mine.commits != NEW and behind_by <= _MOST_LAG else 0
-        self.commits, self.operations, self.turns = most.commits, most.operations, most.turns - self.lag
+        self.commits, self._formed = newest
+        self.operations, self.turns = most.operations, most.turns - self.lag
         if mine.commits == NEW and places[source].begins and not mine.begins:
             self.turns -= 1  # it will count the turn that the others have counted already
         return behind

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
+from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.transport import auth, tls
 from paceline.transport.address import is_loopback, join_address, split_address
 from paceline.transport.traffic import Traffic
@@ -337,13 +337,14 @@ class Listener:
 def connect(address: str, token: str, limit_s: float, *, encrypt: bool | None = None, patient: bool = True) -> Channel:
     """Connect to the listener at `address` ("ip:port"), trying again while nobody listens, until the limit.
 
-    AuthError at once where the other side does not hold the token; TimedOut at the limit. Not patient:
-    Interrupted at once where nobody listens.
+    AuthError where the other side does not hold the token; TimedOut at the limit. Not patient: Interrupted at once
+    where nobody listens.
     """
     host, port = split_address(address)
     _checked(token)
     deadline = time.monotonic() + limit_s
     pause_s = 0.01
+    refused: AuthError | None = None
     while True:
         sock: socket.socket | None = None
         try:
@@ -367,7 +368,13 @@ def connect(address: str, token: str, limit_s: float, *, encrypt: bool | None = 
             if not patient and not isinstance(error, TimeoutError):
                 raise Interrupted(f"nobody listens at {address}: {error}") from None
             if time.monotonic() + pause_s >= deadline:
-                raise TimedOut(f"could not connect to {address} within {limit_s:g} s: {error}") from None
+                raise refused or TimedOut(f"could not connect to {address} within {limit_s:g} s: {error}") from None
+        except AuthError as error:
+            assert sock is not None
+            sock.close()
+            if refused:
+                raise
+            refused = error  # once it may have been a byte that was altered on its way, before TLS could notice it
         except BaseException:
             if sock is not None:
                 sock.close()
