@@ -31,13 +31,13 @@ SIDES: dict[str, dict[str, Any]] = {
     "average": {"kind": "ours", "every": 100, "strategy": "average(every=100)"},
     "diloco": {
         "kind": "ours",
-        "every": 100,
-        "strategy": "diloco(every=100, codec='quantize(4), back=quantize(4)')",
+        "every": 60,
+        "strategy": "diloco(every=60, codec='quantize(4), back=quantize(4)')",
     },
     "diloco overlap": {
         "kind": "ours",
-        "every": 100,
-        "strategy": "diloco(every=100, codec='quantize(4), back=quantize(4)', overlap=20)",
+        "every": 60,
+        "strategy": "diloco(every=60, codec='quantize(4), back=quantize(4)', overlap=12)",
     },
     "sparseloco": {"kind": "ours", "every": 50, "strategy": "sparseloco(every=50)"},
 }

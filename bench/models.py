@@ -79,6 +79,7 @@ class GPT(nn.Module):
         self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)  # else it drowns the tokens for a thousand steps
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.token(x) + self.position.weight[: x.shape[1]]
