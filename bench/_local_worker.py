@@ -43,6 +43,18 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 
 
+def side(name: str) -> dict[str, Any]:
+    """One of these, or a local strategy in words."""
+    if name in SIDES:
+        return SIDES[name]
+    from paceline.strategies import Local, make_strategy
+
+    strategy = make_strategy(name)
+    if not isinstance(strategy, Local):
+        raise SystemExit(f"bench.local: {name!r} is no local strategy, nor one of {', '.join(SIDES)}")
+    return {"kind": "ours", "every": strategy.plan.every.least, "strategy": name}
+
+
 class Agreement:
     """How one model becomes the members' own, whatever the side."""
 

@@ -42,6 +42,7 @@ from paceline.testing.hosts import Hosts
 SIZE = 4
 RATES = ("10mbit", "100mbit", "1gbit")
 QUICK = ("alone", "ddp", "diloco", "sparseloco")
+PEERS = ("alone", "ddp", "ddp post-local", "torchft diloco")
 ALLOWED = {"gpt": 0.02, "cnn": 0.003}
 GOALS = {
     "speedup_10mbit": ">= 20",
@@ -91,7 +92,9 @@ def main() -> None:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", choices=["gpt", "cnn"])
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="such as 100mbit")
-    parser.add_argument("--sides", nargs="+", choices=list(worker.SIDES), metavar="SIDE", help=", ".join(worker.SIDES))
+    parser.add_argument(
+        "--sides", nargs="+", metavar="SIDE", help=f"strategies in words, or of {', '.join(worker.SIDES)}"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="of a training; else as the task has it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, of the training")
@@ -136,7 +139,7 @@ def _learnt(options: argparse.Namespace, outcomes: Outcomes, chosen: list[str], 
     for seed in range(seeds):
         for task in chosen:
             total = options.steps or (60 if options.quick else tasks.TASKS[task].steps)
-            jobs += [Job(task, name, worker.SIDES[name], seed, tasks.TASKS[task].lr, total) for name in names]
+            jobs += [Job(task, name, worker.side(name), seed, tasks.TASKS[task].lr, total) for name in names]
     found = run_all(jobs, teams(options), _start, outcomes)
     runs: dict[str, Runs] = {task: {} for task in chosen}
     for (task, name, _, _), run in found.items():
@@ -173,7 +176,7 @@ def _timed(
 def _measure(task: str, compute: network.Compute, rate: str, names: list[str], repeats: int, torchft: str) -> Times:
     """Rounds of all sides in turns. What comes before the first step is done at full speed; then one round each without
     compute, in which our rings measure the link."""
-    sides = {name: worker.SIDES[name] for name in names}
+    sides = {name: worker.side(name) for name in names}
     times: Times = {name: [] for name in sides}
     with Hosts(SIZE) as hosts:
         places = [(["ip", "netns", "exec", space], f"h{i}", hosts.ips[i]) for i, space in enumerate(hosts._spaces)]
@@ -306,7 +309,7 @@ def _step_speedup(taken: Times, name: str) -> float:
 
 def _fastest(taken: Times, counts: dict[str, float]) -> str:
     """Of our sides that reach the target; "" where none does."""
-    mine = [n for n in taken if worker.SIDES.get(n, {}).get("kind") == "ours" and n in counts]
+    mine = [n for n in taken if n not in PEERS and n in counts]
     return min(mine, key=lambda n: counts[n] * statistics.median(seconds(taken[n])), default="")
 
 
