@@ -26,23 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench import workers
-from bench.models import GPT, Batch, Task, _text
+from bench.models import Batch, Task, _text, character_gpt, fashion_cnn
 
 NUM_GRADIENTS = 2  # sets of real gradients per member, taken in turn
 TOKEN = "a token of the benchmark"
-
-
-def fashion_cnn() -> nn.Module:
-    """1.2M parameters for 28 x 28 images: two convolutions and two linear layers, as in PyTorch's MNIST example."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10),
-    )  # fmt: skip
-
-
-def character_gpt() -> nn.Module:
-    """3.2M parameters, 128 characters, context 64."""
-    return GPT(vocabulary=128, context=64, width=256, heads=8, layers=4)
 
 
 def _images(size: int, seed: int) -> Batch:
@@ -132,16 +119,16 @@ class Emulated(nn.Module):
         super().__init__()
         self.model = model
         self._sleeper = Sleeper()
-        self._compute = compute
+        self.compute = compute
         self._gradients = gradients
         self._turn = 0
         self._named = dict(model.named_parameters())
 
     def forward(self) -> Tensor:
         self._turn = (self._turn + 1) % len(self._gradients)
-        self._sleeper.sleep(self._compute.forward_s)
+        self._sleeper.sleep(self.compute.forward_s)
         chain = torch.zeros((), requires_grad=True)
-        for name, seconds in reversed(self._compute.backward):
+        for name, seconds in reversed(self.compute.backward):
             chain = Part.apply(chain, self._named[name], self._hand_over(name, seconds))  # type: ignore[no-untyped-call]
         return chain
 

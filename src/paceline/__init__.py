@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from paceline import optim
     from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
     from paceline.server.outside.outsider import connect
-    from paceline.strategies import AllReduce, Async, Bounded, Sync
+    from paceline.strategies import (
+        AllReduce,
+        Async,
+        AsyncLocal,
+        Average,
+        Bounded,
+        DiLoCo,
+        Local,
+        PostLocal,
+        SparseLoCo,
+        Sync,
+    )
     from paceline.train.join import join
     from paceline.train.run import Run
 
@@ -29,7 +40,13 @@ _WHERE = {
     "Run": "paceline.train.run",
     "AllReduce": "paceline.strategies",
     "Async": "paceline.strategies",
+    "AsyncLocal": "paceline.strategies",
+    "Average": "paceline.strategies",
     "Bounded": "paceline.strategies",
+    "DiLoCo": "paceline.strategies",
+    "Local": "paceline.strategies",
+    "PostLocal": "paceline.strategies",
+    "SparseLoCo": "paceline.strategies",
     "Sync": "paceline.strategies",
     "PacelineError": "paceline.core.errors",
     "ConfigError": "paceline.core.errors",
@@ -41,12 +58,18 @@ _WHERE = {
 __all__ = [
     "AllReduce",
     "Async",
+    "AsyncLocal",
+    "Average",
     "Bounded",
     "ConfigError",
+    "DiLoCo",
     "Interrupted",
+    "Local",
     "Lost",
     "PacelineError",
+    "PostLocal",
     "Run",
+    "SparseLoCo",
     "Sync",
     "connect",
     "join",

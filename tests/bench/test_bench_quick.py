@@ -19,6 +19,7 @@ FIGURES = {
     "server": {"speedup_tcp", "speedup_shm", "cpu_tcp"},
     "straggler": {"async_share_of_sum", "bounded_over_sync", "bounded_over_sync_by_step", "less_over_ddp"},
     "corrections": {"accuracy_none_4", "accuracy_dana_4", "accuracy_drop_4", "behind_sequential_4"},
+    "local": {"accuracy_gap_points", "accuracy_gap_points_sparse", "final cnn ddp"},
     "chaos": {"faults_injected", "lost_steps", "doubled_samples", "hangs", "goodput", "detect_s", "recover_s"},
     "members": {"scheduler_cpu_10", "scheduler_rss_mb_30", "join_s_30", "false_suspicions"},
     "scaling": {"mlp_efficiency_1", "mlp_ours_1"},
@@ -36,12 +37,14 @@ def test_two_members_end_where_one_with_the_doubled_batch_does() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_quick(name: str, tmp_path: Path) -> None:
-    if name == "corrections" and (reason := _network_accuracy.missing()):
+    if name in ("corrections", "local") and (reason := _network_accuracy.missing()):
         pytest.skip(reason)
     file = tmp_path / "figures.json"
     command = [sys.executable, "-m", f"bench.{name}", "--quick", "--json", str(file)]
     if name == "allreduce":
         command.append("--no-hosts")
+    if name == "local":
+        command += ["--no-times", "--steps", "20"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())

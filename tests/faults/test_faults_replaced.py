@@ -129,6 +129,15 @@ def joined(result: Result, member: int, members: int) -> None:
     assert f"[launcher] member {member} joined: {members} members train now" in result.output, result.output
 
 
+@pytest.mark.slow
+def test_a_killed_worker_that_trained_apart_is_replaced(tmp_path: Path) -> None:
+    """What it had learnt since its last push is lost, and its batches are dealt again."""
+    local = "async_local(every=4, lr=2.0, momentum=0.0)"  # of two workers: differences as they are
+    result = train(tmp_path, local, FaultPlan().kill(member=1, step=7), processes=3, epochs=2)
+    clean(result, 1)
+    joined(result, 1, 2)
+
+
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     result = train(tmp_path, "async", FaultPlan().kill(member=1, step=7), processes=3, epochs=2)
     clean(result, 1)

@@ -77,6 +77,7 @@ book.end()
         ("async", 2, ["--threads", "3"]),
         ("async", 1, ["--window", "3"]),
         ("async", 1, ["--window", "3", "--within"]),
+        ("async_local(every=3, lr=3.0, momentum=0.0)", 1, []),  # of three workers: differences as they are
     ],
 )
 def test_a_batch_whose_push_was_taken_is_not_dealt_again(

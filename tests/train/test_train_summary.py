@@ -195,3 +195,24 @@ def test_summary_json_reads_back(tmp_path: Path) -> None:
     assert path == tmp_path / "summary.json"
     assert msgspec.json.decode(path.read_bytes(), type=Summary) == s
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_members_that_train_apart_are_told_what_makes_rounds_rarer() -> None:
+    members = [
+        {
+            "rank": r,
+            "samples": 600,
+            "seconds": 10,
+            "compute_s": 4,
+            "wait_s": 6,
+            "rounds": 12,
+            "every": 50,
+            "drift": 0.02,
+        }
+        for r in range(2)
+    ]
+    summary = summarise({"outcome": "finished", "step": 600, "members": members})
+    assert summary.apart is not None
+    assert summary.apart.line == "12 rounds, now of 50 steps; members came 0.02 apart"
+    assert "every=" in summary.advice
+    assert "12 rounds" in text(summary)

@@ -14,7 +14,9 @@ from paceline.core.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
-_WORD = re.compile(r"(?<=[=(,\s])(?!\d+[eE]\d)(\d+[A-Za-z_]\w*)(?=\s*[,)])")  # such as 2bit, which Python cannot read
+_WORD = re.compile(  # such as 2bit and 50..400, which Python cannot read
+    r"(?<=[=(,\s])(?!\d+[eE]\d)(\d+[A-Za-z_]\w*|\d+\.\.\d+)(?=\s*[,)])"
+)
 
 _PARSING = threading.Lock()  # Python 3.11 may fail where several threads parse at once
 _KEYWORD = re.compile(r"\s*(async)\b")  # a name for us, though a word of Python's own
@@ -68,10 +70,12 @@ class Said(NamedTuple):
 
 
 def read(text: str, kind: str, known: Iterable[str] = ()) -> Said:
-    """What `text` says; a name outside of `known`, where that is given, is refused.
+    """What `text` says; a name outside of `known`, where that is given, is refused. Words within words stay words.
 
     >>> read("sync(backups=1)", "strategy")
     Said(name='sync', positional=[], named={'backups': 1})
+    >>> read("local(every=50..400, codec=topk(0.01, values=2bit))", "strategy").named
+    {'every': '50..400', 'codec': "topk(0.01, values='2bit')"}
     """
     keyword = _KEYWORD.match(text)
     try:
@@ -138,6 +142,8 @@ def finite(value: object) -> bool:
 
 
 def _value(tree: ast.expr) -> Any:
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+        return ast.unparse(tree)
     return tree.id if isinstance(tree, ast.Name) else ast.literal_eval(tree)
 
 

@@ -11,7 +11,18 @@ import re
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.words import split
 
-STRATEGIES = ("allreduce", "sync", "bounded", "async")
+STRATEGIES = (
+    "allreduce",
+    "sync",
+    "bounded",
+    "async",
+    "local",
+    "average",
+    "post_local",
+    "diloco",
+    "sparseloco",
+    "async_local",
+)
 CODECS = (
     "none",
     "auto",
@@ -49,7 +60,7 @@ def codec(text: str) -> str:
     >>> codec("topk(0.01), back=sign")
     'topk(0.01), back=sign'
     """
-    first, behind = split(text, ("back", "feedback", "warmup"), "codec")
+    first, behind = split(text, ("back", "feedback", "warmup", "decay"), "codec")
     for part in first, behind.get("back", "none"):
         _called(part, CODECS, "codec")
     return text

@@ -10,7 +10,7 @@ import msgspec
 from paceline.core.errors import ConfigError
 from paceline.core.words import read
 
-_SERVED = ("sync", "bounded", "async")
+_SERVED = ("sync", "bounded", "async", "async_local")
 _WORKERS_PER_SERVER = 4  # one server applies the pushes of so many workers while they compute the next
 
 
@@ -68,7 +68,7 @@ def _lets_go(strategy: str) -> bool:
     """Whether nobody waits for everybody; read without torch, which takes long to import."""
     said = read(strategy, "strategy")
     backups = said.named.get("backups", said.positional[0] if said.positional else 0)
-    return said.name in ("async", "bounded") or (said.name == "sync" and backups != 0)
+    return said.name in ("async", "bounded", "async_local") or (said.name == "sync" and backups != 0)
 
 
 def turned(events: Path, since: float) -> str:

@@ -10,7 +10,11 @@ from __future__ import annotations
 import torch
 
 from paceline.optim.adagrad import Adagrad
+from paceline.optim.delayed import DelayedNesterov
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"paceline.Adagrad": Adagrad}  # by the name that travels
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {  # by the name that travels
+    "paceline.Adagrad": Adagrad,
+    "paceline.DelayedNesterov": DelayedNesterov,
+}
 
-__all__ = ["OPTIMIZERS", "Adagrad"]
+__all__ = ["OPTIMIZERS", "Adagrad", "DelayedNesterov"]

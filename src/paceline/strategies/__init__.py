@@ -10,6 +10,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.words import build, read
 from paceline.server.packing import servable
 from paceline.strategies.allreduce import AllReduce
+from paceline.strategies.async_local import AsyncLocal
+from paceline.strategies.local import Local
+from paceline.strategies.presets import Average, DiLoCo, PostLocal, SparseLoCo
 from paceline.strategies.server import Async, Bounded, Served, Sync
 from paceline.strategies.strategy import Strategy, Tally, World
 
@@ -18,13 +21,19 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "sync": Sync,
     "bounded": Bounded,
     "async": Async,
+    "local": Local,
+    "average": Average,
+    "post_local": PostLocal,
+    "diloco": DiLoCo,
+    "sparseloco": SparseLoCo,
+    "async_local": AsyncLocal,
 }
 
 
 def make_strategy(words: Any, codec: str = "") -> Strategy:
     """The strategy that a user wrote as an object or in words; a codec in words goes before the strategy's own."""
     strategy: Strategy = build(words, STRATEGIES, "strategy") if isinstance(words, str) else words
-    if codec and isinstance(strategy, AllReduce):
+    if codec and isinstance(strategy, AllReduce | Local):
         strategy.take(codec)
     elif codec and codec != "none" and isinstance(strategy, Served):
         servable(codec)
@@ -39,11 +48,17 @@ def words_of(strategy: Strategy) -> str:
 
     >>> words_of(Async("dana(0.9)")), words_of(Sync()), words_of(AllReduce(bucket_mb=8))
     ("async(correct='dana(momentum=0.9)')", 'sync', 'allreduce(bucket_mb=8.0)')
+    >>> words_of(DiLoCo(every=50))
+    "local(every=50, outer='nesterov(lr=0.7, momentum=0.9)')"
     """
     changed = _changed(strategy)
-    if not isinstance(strategy, AllReduce | Served):
+    if not isinstance(strategy, AllReduce | Served | Local):
         return type(strategy).__name__
-    name, _, gate = strategy.gate.words.partition("(") if isinstance(strategy, Served) else ("allreduce", "", "")
+    name, gate = ("local" if isinstance(strategy, Local) else "allreduce"), ""
+    if isinstance(strategy, AsyncLocal):
+        name = "async_local"
+    elif isinstance(strategy, Served):
+        name, _, gate = strategy.gate.words.partition("(")
     own = [gate.removesuffix(")")] if gate and gate != "backups=0)" else []
     own += [f"{key}={value!r}" for key, value in changed.items() if key not in ("backups", "staleness")]
     return f"{name}({', '.join(own)})" if own else name
@@ -63,13 +78,16 @@ def choose(script: Strategy, typed: str) -> tuple[Strategy, str]:
     """
     made: Strategy = build(typed, STRATEGIES, "strategy")
     mine, theirs = _options(made), _options(script)
-    said = read(typed, "strategy").given(type(made))
+    words = read(typed, "strategy")
+    said = set(words.given(STRATEGIES[words.name]))
+    if isinstance(made, Local):  # what a name such as diloco stands for is said too
+        said |= set(_changed(made)) - {"every"}
     before = f"--strategy {typed} goes before the script's {words_of(script)}"
     agree = all(key in theirs and theirs[key] == mine[key] for key in said)
     if agree and type(made) is type(script):
         return script, ""
     lost = [key for key, value in _changed(script).items() if mine.get(key, "") != value]
-    if isinstance(made, Served) and isinstance(script, Served):
+    if isinstance(made, Served) and isinstance(script, Served) and AsyncLocal not in (type(made), type(script)):
         if agree and not {"correct", "per_host"} & (set(lost) - set(mine)):
             script.gate = made.gate
             kept = [key for key in _changed(script) if key in mine]
@@ -80,7 +98,7 @@ def choose(script: Strategy, typed: str) -> tuple[Strategy, str]:
 
 
 def _options(strategy: Strategy) -> dict[str, Any]:
-    return strategy.options if isinstance(strategy, AllReduce | Served) else {}
+    return strategy.options if isinstance(strategy, AllReduce | Served | Local) else {}
 
 
 def _changed(strategy: Strategy) -> dict[str, Any]:
@@ -94,7 +112,13 @@ __all__ = [
     "STRATEGIES",
     "AllReduce",
     "Async",
+    "AsyncLocal",
+    "Average",
     "Bounded",
+    "DiLoCo",
+    "Local",
+    "PostLocal",
+    "SparseLoCo",
     "Strategy",
     "Sync",
     "Tally",

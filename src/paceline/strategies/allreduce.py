@@ -13,16 +13,15 @@ The first backward pass only notes the order of arrival, from which the buckets 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
-from paceline.checkpoint.part import pack, unpack
 from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.words import finite, split
@@ -30,9 +29,9 @@ from paceline.strategies.engine import Engine
 from paceline.strategies.reducers import Auto, Coder, LowRank, Method, load
 from paceline.strategies.reducers.coder import SMALL
 from paceline.strategies.strategy import World
-from paceline.transport.group import Group
+from paceline.strategies.unsaid import handed_on, readings_of, tell_lost
 
-_FEEDBACK = {"True": True, "False": False, "None": None}
+FEEDBACK = {"True": True, "False": False, "None": None}
 
 
 class AllReduce:
@@ -52,6 +51,7 @@ class AllReduce:
     """
 
     forgives = False
+    owes = False
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class AllReduce:
         if not finite(bucket_mb) or not bucket_mb > 0:
             raise ConfigError(f"allreduce(bucket_mb={bucket_mb!r}): must be more than 0, such as 4")
         self.method = Method()
-        self._feedback, self._warmup = _check_feedback(feedback), _check_warmup(warmup)
+        self._feedback, self._warmup = check_feedback(feedback), _check_warmup(warmup)
         self.take(codec, back)
         self.bucket_bytes = int(bucket_mb * 1e6)
         self.options = {
@@ -89,7 +89,7 @@ class AllReduce:
             if "back" in said:
                 codec += f", back={said['back']}"
             if "feedback" in said:
-                self._feedback = _check_feedback(_FEEDBACK.get(said["feedback"], said["feedback"]))
+                self._feedback = check_feedback(FEEDBACK.get(said["feedback"], said["feedback"]))
             if "warmup" in said:
                 warmup = said["warmup"]
                 self._warmup = _check_warmup(int(warmup) if warmup.isdecimal() else warmup)
@@ -149,7 +149,7 @@ class AllReduce:
     def rest(self) -> None:
         pass  # it is always dealt as much as the others
 
-    def together(self, *, keep: bool = False) -> None:
+    def together(self, *, keep: bool = False, end: bool = False) -> None:
         pass  # they always are
 
     def regroup(self) -> None:
@@ -162,6 +162,12 @@ class AllReduce:
             raise _failed_pass()
         if optimizer and (engine := self._drives.get(id(optimizer))):
             engine.cleared(optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        pass  # all have stepped alike
+
+    def showing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reduced(self) -> None:
         """End the backward pass of every model that is in one."""
@@ -204,17 +210,7 @@ class AllReduce:
         return Coder(self.method, feedback=self._feedback, warmup=self._warmup, seed=seed, tell=world.tell)
 
     def readings(self) -> dict[str, Any]:
-        coders = [e.coder for e in self._engines.values() if e.coder]
-        if not coders:
-            return {}
-        totals = {name: sum(getattr(c.cost, name) for c in coders) for name in vars(coders[0].cost)}
-        norms = []
-        for coder in coders:
-            rows = getattr(coder.method.codec, "rows", 1)  # the first is what is unsaid, others are momenta
-            norms += [float(r[: r.numel() // rows].norm()) for r in coder.residuals.values()]
-        chosen = " | ".join(dict.fromkeys(c.chosen.words for c in coders if c.chosen))
-        words = coders[0].asked.words + (f": {chosen}" if chosen else "")
-        return {"codec": words, **totals, "residual_norm": math.hypot(*norms)}
+        return readings_of([e.coder for e in self._engines.values() if e.coder])
 
     def own_state(self) -> dict[str, Any]:
         coders = [e.coder for e in self._engines.values() if e.coder]
@@ -227,23 +223,11 @@ class AllReduce:
         coders = [e.coder for e in self._engines.values() if e.coder]
         kept = [state["coders"] for state in states if state.get("coders")]
         if coders:
-            kept = _handed_on(kept, self._world.group)
+            kept = handed_on(kept, self._world.group)
         else:
-            self._tell_lost(kept, self._world)
+            tell_lost(kept, self._world)
         for i, coder in enumerate(coders):
             coder.load([each[i] for each in kept if len(each) > i])
-
-    def _tell_lost(self, kept: list[list[dict[str, Any]]], world: World) -> None:
-        states = [state for each in kept for state in each]
-        parts = [part for state in states for part in (*state["residuals"].values(), *state["returns"].values())]
-        squares = torch.tensor([float(part.double().square().sum()) for part in parts], dtype=torch.float64).sum()
-        norm = math.sqrt(float(world.group.all_reduce(squares.view(1))))
-        if norm:
-            why = "there is one member" if world.group.size == 1 else "gradients travel as they are"
-            world.tell(
-                f"what a codec had left unsaid before the checkpoint, of norm {norm:.3g}, is lost, since now {why}: "
-                "resume with several members and a codec to keep it"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         engines = self._engines.values()
@@ -259,6 +243,12 @@ class AllReduce:
         engine.order = list(state["order"])
         if engine.coder and state["coder"]:
             engine.coder.load_common(state["coder"])
+
+    def detach(self) -> None:
+        """Let the gradients go: backward passes exchange nothing from now on. Between two steps, on all members."""
+        for engine in self._engines.values():
+            engine.release()
+        self.close()
 
     def close(self, *, failed: bool = False) -> None:
         for engine in self._engines.values():
@@ -290,7 +280,7 @@ class AllReduce:
         handle = outer.register_hook(resume)
 
 
-def _check_feedback(feedback: Any) -> bool | None:
+def check_feedback(feedback: Any) -> bool | None:
     if feedback is not None and not isinstance(feedback, bool):
         raise ConfigError(f"feedback={feedback!r}: True, False, or None for what suits the codec")
     return feedback
@@ -300,18 +290,6 @@ def _check_warmup(warmup: Any) -> int:
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ConfigError(f"warmup={warmup!r}: a whole number of backward passes is needed, such as 100, or 0")
     return warmup
-
-
-def _handed_on(kept: list[Any], group: Group) -> list[Any]:
-    """What this member and those for which it exchanges gradients have kept; nothing where another one does so."""
-    speakers = group.speakers
-    if speakers[group.rank] != group.rank:
-        group.send(torch.frombuffer(bytearray(pack(kept)), dtype=torch.uint8), speakers[group.rank])
-        return []
-    for rank, speaker in enumerate(speakers):
-        if speaker == group.rank != rank:
-            kept = kept + unpack(group.recv(rank).numpy().data)
-    return kept
 
 
 def _failed_pass() -> Interrupted:

@@ -93,7 +93,8 @@ class Layout:
             mine = [b for b in self.buckets if (b.slots[0].parameter.device if b.slots else tail_device) == device]
             sizes = [self._nbytes(b, num_control + num_buffered) for b in mine]
             reducer = Reducer(coder, alone=len(devices) == 1) if coder else None
-            arena = group.arena(sum(sizes), device, reducer.through if reducer else None)
+            apart = bool(coder and coder.combine)
+            arena = group.arena(sum(sizes), device, reducer.through if reducer else None, apart=apart)
             self.arenas.append(arena)
             offset = 0
             for bucket, nbytes in zip(mine, sizes):

@@ -282,6 +282,7 @@ class Engine:
             self.coder.end(self._uncounted(self.coder, control))
         self.busy = False
         self._world.passed += 1
+        self._world.weighed = control[WEIGHT]
         self._world.granted = self._world.granted or control[WISH] > 0
         self._world.moving = self._world.moving or control[MOVE] > 0
         self._world.paces = control[layout.paces :]
@@ -409,6 +410,13 @@ class Engine:
             f"a gradient is not finite: {where}. Look at that member's batch and loss, lower the learning rate, "
             "or clip; without --check-finite the step would have been applied"
         )
+
+    def release(self) -> None:
+        """Give up the buckets; nothing is exchanged any more, and the members go on."""
+        for arena in self._arenas:
+            self._world.group.release(arena)
+        self._world.tally.listeners.remove(self._weigh)
+        self._arenas, self._layout, self._slots = [], None, {}
 
     def close(self) -> None:
         for hook in [*self._hooks, *self._weighing.values()]:

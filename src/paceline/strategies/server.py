@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from paceline.transport.hub import HubGroup
 # These look at each element by itself, so a tensor may be cut.
 _ELEMENTWISE = {
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    "paceline.Adagrad",
+    "paceline.Adagrad", "paceline.DelayedNesterov",
 }  # fmt: skip
 _LOOK_S = 1.0
 
@@ -98,6 +99,12 @@ class Served:
     def reduced(self) -> None:
         pass
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        pass  # the servers have
+
+    def showing(self) -> AbstractContextManager[None]:
+        return nullcontext()  # `together` has made all equal
+
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """Push this optimizer's gradients and install the next weights; the servers have stepped."""
         world, held = self._world, self._tables.get(id(optimizer))
@@ -110,10 +117,17 @@ class Served:
                     f"the optimizer holds a parameter of shape {tuple(p.shape)} that the servers do not: it was put "
                     "into param_groups by hand. Use optimizer.add_param_group"
                 )
-        self._forget_state()
         weight, doubt = (world.passing.weight, "") if world.passing else world.tally.take()
         if doubt:
             world.tell(doubt)
+        self._push(optimizer, weight)
+        return False
+
+    def _push(self, optimizer: torch.optim.Optimizer, weight: float) -> None:
+        """Push what `p.grad` holds, and install the next weights."""
+        world, held = self._world, self._tables[id(optimizer)]
+        assert world is not None
+        self._forget_state()
         options = options_of(optimizer)
         leases = world.passing.leases if world.passing else world.leases()
         samples, self._pushed = world.tally.drawn - self._pushed, world.tally.drawn
@@ -126,7 +140,6 @@ class Served:
         seen = max(each.wishes for each in held)
         world.granted = world.granted or seen > self._wishes
         self._wishes = max(self._wishes, seen)
-        return False
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         pass
@@ -139,7 +152,7 @@ class Served:
             )
         return {each.table.number: each.table.versions for each in self._all() if each.table}
 
-    def together(self, *, keep: bool = False) -> None:
+    def together(self, *, keep: bool = False, end: bool = False) -> None:
         """All members are between two steps: everyone gets the servers' weights and the first member's buffers."""
         world = self._world
         if world is None:
@@ -205,6 +218,10 @@ class Served:
     def forgives(self) -> bool:
         """Whether the run goes on when a worker is lost."""
         return not isinstance(self.gate, Together) or self.gate.backups > 0
+
+    @property
+    def owes(self) -> bool:
+        return False
 
     @property
     def sync(self) -> bool:

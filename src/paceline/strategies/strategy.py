@@ -7,6 +7,7 @@ Two moments matter. `loss.backward()` returns: a strategy that exchanges gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Never, Protocol, TypeVar
 
 import torch
@@ -99,10 +100,12 @@ class World:
         limit_s: float = 300.0,
         replaces: bool = False,
         late: bool = False,
+        site: str = "",
     ) -> None:
         self.group = group
         self.replaces = replaces  # with servers: lost workers are started again, and come while the others train
         self.late = late  # this one was
+        self.site = site  # those of one site are near each other; see `paceline.strategies.sites`
         self.wires = wires  # to all of the run's processes; None in a run of one
         self.servers = tuple(servers)  # ranks of the run's server processes, which are in no group
         self.limit_s = limit_s
@@ -121,6 +124,7 @@ class World:
         self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
         # By course: the batches whose gradients a step of now has, where they are dealt out
         self.leases: Callable[[], Mapping[str, Sequence[int]]] = dict
+        self.listen: Callable[[Mapping[str, Any]], object] | None = None  # to what the script logs, by name
         self.together: Callable[[Callable[[Group], Any]], Any] | None = None
         # Where members come and go (`paceline.train.team`):
         self.elastic = False
@@ -129,6 +133,7 @@ class World:
         self.move = False  # this member has heard of a view that all are to go to between two steps
         self.moving = False  # some member has, and all know it
         self.passed = 0  # passes since the last step
+        self.weighed = 0.0  # the weights of the members' last pass, added up, where gradients are
 
     @property
     def waited(self) -> float:
@@ -151,6 +156,11 @@ class Strategy(Protocol):
     def forgives(self) -> bool:
         """Whether the run goes on when a member is lost."""
 
+    @property
+    def owes(self) -> bool:
+        """Whether what this member has learnt from batches behind it is still to be brought to the others, by a push
+        that will settle them."""
+
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         """Take over the gradients of a model. Called by all members; more than once where a run has several models."""
 
@@ -159,6 +169,9 @@ class Strategy(Protocol):
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """The user calls `optimizer.step()`: whether the optimizer's own step is to run."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """The user's `optimizer.step()` is done: the optimizer's own step has run, or `finish` was against it."""
 
     def reading(self) -> Mapping[int, Sequence[int]]:
         """The versions that a pass which begins now will have read, by table and server.
@@ -173,9 +186,13 @@ class Strategy(Protocol):
     def wake(self) -> None:
         """This member has got a batch, and is about to compute with it."""
 
-    def together(self, *, keep: bool = False) -> None:
+    def together(self, *, keep: bool = False, end: bool = False) -> None:
         """All members are between two steps, and wait for each other: at the end of an epoch, before an evaluation, and
-        (`keep`) before a checkpoint, for which the first member's model and optimizer are to hold all there is."""
+        (`keep`) before a checkpoint, for which the first member's model and optimizer are to hold all there is; or
+        (`end`) the last epoch is over, and nothing that a member has learnt is to stay with it alone."""
+
+    def showing(self) -> AbstractContextManager[None]:
+        """Within it, models hold what the run has agreed on: what is evaluated, and what checkpoints hold."""
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """The user calls `optimizer.zero_grad()`, or (None) asks for a batch: no backward pass may be half done."""

@@ -109,6 +109,7 @@ class Loop:
         if self._world.dropped:
             self._replica.put_back()
             return
+        self._strategy.stepped(optimizer)
         if self._team:
             self._team.committed(self._meter.step + 1)
             self._replica.committed()
@@ -160,7 +161,7 @@ class Loop:
             self._enter_epoch(epoch, count)
             yield epoch
             epoch = self._meter.epoch  # a member that was away has come back in a later one
-            self._leave_epoch(epoch)
+            self._leave_epoch(epoch, last=epoch + 1 >= count)
             epoch += 1
         self.under_way = False
 
@@ -185,15 +186,14 @@ class Loop:
         self._meter.start()
         self._pacing.start()
 
-    def _leave_epoch(self, epoch: int) -> None:
+    def _leave_epoch(self, epoch: int, *, last: bool) -> None:
         self._strategy.rest()  # others may still be training, and must not wait for this member's pushes
         self._replica.restore()
         if self._team:
             self._settle(self._team)
         scalars = self._meter.end_epoch()
         with self.waiting():
-            if not self._saver.enabled:
-                self._strategy.together()
+            self._strategy.together(keep=self._saver.enabled, end=last)
             means = self._world.do(lambda group: metrics.weighted_means(group, scalars))
         for name, value in means.items():
             self.tell_metric(f"epoch/{name}", value)
@@ -206,7 +206,7 @@ class Loop:
             loader.enter_epoch(epoch + 1)
         self._replica.epoch_step = self._meter.step
         if self._saver.enabled:
-            self.save(epoch + 1)
+            self.save(epoch + 1, met=True)
         self._world.granted = self._world.wish = self._replica.saving = False
 
     # ---- turns
@@ -268,16 +268,18 @@ class Loop:
                 "after its first step, and they had to wait for it to get the state again"
             )
 
-    def save(self, epoch: int) -> None:
-        """A checkpoint, by all members together."""
+    def save(self, epoch: int, *, met: bool = False) -> None:
+        """A checkpoint, by all members together; `met`: they are between two steps for it already."""
         if not self._saver.enabled:
             raise ConfigError("this run writes no checkpoints: checkpoint_keep is 0")
         self.window.before_checkpoint(self._optimizers)
         before = self._status.what
         self._status.set("checkpointing")
-        self._strategy.together(keep=True)
+        if not met:
+            self._strategy.together(keep=True)
         versions = self._strategy.versions if isinstance(self._strategy, Served) else ()
-        self._saver.save(self._meter.step, epoch, self._replica.epoch_step, versions)
+        with self._strategy.showing():
+            self._saver.save(self._meter.step, epoch, self._replica.epoch_step, versions)
         self._status.set(before)
 
     @contextlib.contextmanager

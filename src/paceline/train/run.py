@@ -23,6 +23,7 @@ from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
+from paceline.strategies.sites import site_of
 from paceline.train import metrics
 from paceline.train.ending import Ending
 from paceline.train.feeding import Feeding, refuse_given
@@ -89,6 +90,7 @@ class Run:
             limit_s=settings.wait_limit_s,
             replaces=replaces,
             late=late,
+            site=site_of(wires.view.members[wires.rank]) if wires else "",
         )
         self._team = team
         self._saver = Saver(
@@ -113,7 +115,7 @@ class Run:
             labels=labels,
             place=lambda: (self.rank, self.size),
             asked=lambda loader: self._loop.asked(loader),
-            owed=lambda: self._loop.window.open,
+            owed=lambda: self._loop.window.open or strategy.owes,
             warn=self._warn,
         )
         self._loaders = self._feeding.loaders
@@ -297,6 +299,8 @@ class Run:
         """Note scalars of this step (numbers, tensors of one element): shown, written to events, in the report."""
         if not self._tally.idle:
             self._meter.log(values)
+        if self._world.listen:
+            self._world.listen(values)
 
     def track(self, **parts: Stateful) -> None:
         """Save these with every checkpoint: `run.track(scheduler=scheduler)`. Anything with a state_dict."""
@@ -353,7 +357,8 @@ class Run:
             batches = ((batch, loader.last_real) for batch in loader)
             return metrics.evaluate(group, measure, batches, self._models)
 
-        result = self._world.do(everyone)
+        with self._strategy.showing():
+            result = self._world.do(everyone)
         for name, value in result.items():
             self._loop.tell_metric(name, value)
         self._meter.start()

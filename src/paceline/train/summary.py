@@ -97,6 +97,19 @@ class Pushed(msgspec.Struct, frozen=True, kw_only=True):
         return words
 
 
+class Apart(msgspec.Struct, frozen=True, kw_only=True):
+    """The rounds of members that train apart."""
+
+    rounds: int = 0
+    every: int = 0  # steps of the last one
+    drift: float = 0.0  # members' distance from their mean then, by the norm of the weights
+
+    @property
+    def line(self) -> str:
+        plural = "s" if self.rounds != 1 else ""
+        return f"{self.rounds:,} round{plural}, now of {self.every:,} steps; members came {self.drift:.2g} apart"
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The whole run; shares are over the time of all members together."""
 
@@ -118,6 +131,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     advice: str = ""
     coded: Coded | None = None
     pushed: Pushed | None = None
+    apart: Apart | None = None
     members: tuple[Share, ...] = ()
     lost: tuple[Lost, ...] = ()
     views: Views | None = None  # of an elastic run whose members came or went
@@ -164,6 +178,7 @@ def summarise(end: Event, start: Event | None = None, views: Views | None = None
         members=shares,
         coded=_coded(raw),
         pushed=_pushed(raw),
+        apart=_apart(raw),
         lost=lost,
         views=views,
     )
@@ -209,6 +224,14 @@ def _pushed(raw: list[Any]) -> Pushed | None:
     )
 
 
+def _apart(raw: list[Any]) -> Apart | None:
+    if not raw or not _amount(raw[0], "rounds"):
+        return None
+    return Apart(
+        rounds=int(_amount(raw[0], "rounds")), every=int(_amount(raw[0], "every")), drift=_amount(raw[0], "drift")
+    )
+
+
 def write_summary(summary: Summary, run_dir: Path) -> Path:
     """Writes summary.json; a reader sees the old one or the new one, never a part."""
     path = run_dir / "summary.json"
@@ -249,6 +272,8 @@ def table(summary: Summary) -> RenderableType:
         parts += ["", Text(summary.views.text)]
     if summary.pushed:
         parts += ["", Text(summary.pushed.line)]
+    if summary.apart:
+        parts += ["", Text(summary.apart.line)]
     if summary.coded:
         parts += ["", Text("codec " + summary.coded.line)]
     if summary.advice:
@@ -339,6 +364,8 @@ def _advice(s: Summary) -> str:
 
 
 def _why_they_wait(s: Summary) -> str:
+    if s.apart and s.slowest_by < _SLOWER:
+        return " at their rounds: more steps between them (every=), overlap= or a codec would pay"
     if step_s := _short_step(s):
         return f": {step_s} leave little to compute between two exchanges; larger batches or fewer members would pay"
     slow = next((m for m in s.members if m.rank == s.slowest), None)

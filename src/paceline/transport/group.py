@@ -95,24 +95,34 @@ class Group:
                 found[at] = found.get(at, Traffic()).plus(sent)
         return found
 
-    def arena(self, nbytes: int, device: torch.device | None = None, through: Through | None = None) -> Arena:
+    def arena(
+        self,
+        nbytes: int,
+        device: torch.device | None = None,
+        through: Through | None = None,
+        *,
+        apart: bool = False,
+    ) -> Arena:
         """Memory for buckets, opened by all members together; see `paceline.transport.arena`.
 
         Args:
             through: makes the reduction between hosts, from the collectives of their first members. Where all members
                 share one host, it is made from the collectives of all of them.
+            apart: with `through`, members of one host are not summed first: it is made from the collectives of all.
         """
         wires = self._need_wires()
         self._children += 1
         name = f"{self.name}/gradients-{self._children}"
         arena: Arena
         beneath: Ring | Shared | None = None
-        if len(self._hosts) > 1 and self._mine[0] == wires.rank:
+        if len(self._hosts) > 1 and apart:
+            beneath = self._ring(self.ranks, name)
+        elif len(self._hosts) > 1 and self._mine[0] == wires.rank:
             beneath = self._ring([host[0] for host in self._hosts], name)
         elif through and len(self._hosts) == 1:
             beneath = self._shared(name)
         outer = (through(beneath) if through else beneath.all_reduce) if beneath else None
-        if outer and (len(self._mine) == 1 or len(self._hosts) == 1):
+        if outer and (apart or len(self._mine) == 1 or len(self._hosts) == 1):
             cuda = device if through and device is not None and device.type == "cuda" else None
             arena = DeviceArena(outer, name, nbytes, cuda) if cuda else CarriedArena(outer, name, nbytes)
         else:

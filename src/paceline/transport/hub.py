@@ -166,7 +166,14 @@ class HubGroup(Group):
     def waited_s(self) -> float:
         return self._waited_s
 
-    def arena(self, nbytes: int, device: torch.device | None = None, through: Through | None = None) -> Arena:
+    def arena(
+        self,
+        nbytes: int,
+        device: torch.device | None = None,
+        through: Through | None = None,
+        *,
+        apart: bool = False,
+    ) -> Arena:
         raise ConfigError("members of a run with servers do not exchange gradients: use --strategy allreduce for that")
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

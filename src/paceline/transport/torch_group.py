@@ -52,10 +52,17 @@ class TorchGroup(Group):
             device_id=device if backend == "nccl" else None,
         )
 
-    def arena(self, nbytes: int, device: torch.device | None = None, through: Through | None = None) -> Arena:
+    def arena(
+        self,
+        nbytes: int,
+        device: torch.device | None = None,
+        through: Through | None = None,
+        *,
+        apart: bool = False,
+    ) -> Arena:
         device = device or torch.device("cpu")
         if device.type != self._kind or through:
-            return super().arena(nbytes, device, through)
+            return super().arena(nbytes, device, through, apart=apart)
         arena = _TorchArena(nbytes, device)
         self._arenas.append(arena)
         return arena

@@ -109,8 +109,10 @@ class Coder:
     def __init__(
         self, method: Method, *, feedback: bool | None = None, warmup: int = 0, seed: int = 0,
         tell: Callable[[str], object] = lambda line: None,
+        combine: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.asked = method
+        self.combine = combine  # what becomes of everyone's values, where that is not their sum
         self.method = Method() if isinstance(method.codec, Auto) else method  # that gradients travel by now
         self.chosen: Method | None = None  # where the choice was left to us
         self.feedback = feedback

@@ -5,6 +5,7 @@
     Gather     other codes: everyone's message to everyone
     TwoWay     codes there, sums encoded again on the way back
     Product    matrices as products of thin ones, in two rounds
+    Rows       everyone's values to everyone, for averages that are no sums
 
 Where a gradient is not finite, its member's message says so and everyone's gradients of that bucket become nan: a
 GradScaler skips the step on all members, and `check_finite` names the parameter. What was said in that pass of the
@@ -25,6 +26,7 @@ from paceline.strategies.reducers.frame import FOR_SMALL, is_coarse
 from paceline.strategies.reducers.gather import Gather
 from paceline.strategies.reducers.low_rank import Product
 from paceline.strategies.reducers.method import Auto, LowRank, Method
+from paceline.strategies.reducers.rows import Rows
 from paceline.strategies.reducers.total import Total
 from paceline.strategies.reducers.two_way import TwoWay
 from paceline.transport.arena import Collective, Reduce
@@ -52,6 +54,9 @@ class Plain:
 def make_way(method: Method, coder: Coder, bucket: Bucket, place: tuple[int, int]) -> Way:
     """`place`: this member's position among those that reduce, and how many they are."""
     codec = method.codec
+    if coder.combine:
+        assert not isinstance(codec, Auto | LowRank)
+        return Rows(codec if bucket.pieces else None, coder, bucket, coder.combine)
     if codec is None or isinstance(codec, Auto) or not bucket.pieces:
         return Plain(coder, bucket)
     if isinstance(codec, LowRank):

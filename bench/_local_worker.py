@@ -1,0 +1,194 @@
+"""A member of `bench.local`: how each side agrees, on an emulated model for its time and on a real one for its loss.
+
+    ddp              gloo, a gradient per step
+    ddp post-local   DDP with PyTorch's PostLocalSGDOptimizer and hook: parameters averaged every H steps
+    ours             a strategy in words, driven below `paceline.join()`
+
+What is emulated is the compute alone (`_network_worker.Emulated`): a calibrated sleep instead of forward and backward.
+Optimizers, differences, codecs, outer steps and bytes are the real ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench import _network_worker as network
+from bench import workers
+from bench._local_tasks import TASKS, Task
+
+SIDES: dict[str, dict[str, Any]] = {
+    "alone": {"kind": "alone", "every": 20},
+    "ddp": {"kind": "ddp", "every": 1},
+    "ddp post-local": {"kind": "post_local", "every": 50},
+    "local": {"kind": "ours", "every": 50, "strategy": "local(every=50)"},
+    "average": {"kind": "ours", "every": 100, "strategy": "average(every=100)"},
+    "diloco": {
+        "kind": "ours",
+        "every": 60,
+        "strategy": "diloco(every=60, codec='quantize(4), back=quantize(4)')",
+    },
+    "diloco overlap": {
+        "kind": "ours",
+        "every": 60,
+        "strategy": "diloco(every=60, codec='quantize(4), back=quantize(4)', overlap=12)",
+    },
+    "sparseloco": {"kind": "ours", "every": 50, "strategy": "sparseloco(every=50)"},
+}
+
+
+def side(name: str) -> dict[str, Any]:
+    """One of these, or a local strategy in words."""
+    if name in SIDES:
+        return SIDES[name]
+    from paceline.strategies import Local, make_strategy
+
+    strategy = make_strategy(name)
+    if not isinstance(strategy, Local):
+        raise SystemExit(f"bench.local: {name!r} is no local strategy, nor one of {', '.join(SIDES)}")
+    return {"kind": "ours", "every": strategy.plan.every.least, "strategy": name}
+
+
+class Agreement:
+    """How one model becomes the members' own, whatever the side."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, side: dict[str, Any], samples: int) -> None:
+        self.model, self.forward, self.optimizer = model, model, optimizer
+        self._strategy: Any = None
+        self._samples = samples
+        if side["kind"] == "ours":
+            from paceline.strategies import World, make_strategy
+
+            self._group = network.members().subgroup(range(workers.SIZE))
+            self._world = World(self._group)
+            self._strategy = make_strategy(side["strategy"])
+            self._strategy.attach(model, optimizer, self._world)
+        elif side["kind"] in ("ddp", "post_local"):
+            workers.gloo()
+            self.forward = nn.parallel.DistributedDataParallel(model)
+        if side["kind"] == "post_local":
+            self.optimizer = _post_local(self.forward, optimizer, side["every"])
+
+    def step(self, loss_of: Callable[[nn.Module], Tensor]) -> None:
+        self.optimizer.zero_grad()
+        if self._strategy:
+            self._strategy.cleared()
+            self._world.tally.add(self._samples, self._samples)
+        loss = loss_of(self.forward)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._strategy:
+            if self._world.listen:
+                self._world.listen({"loss": loss.detach(), "tokens": self._samples})
+            self._strategy.reduced()
+            if self._strategy.finish(self.optimizer):
+                self.optimizer.step()
+            self._strategy.stepped(self.optimizer)
+        else:
+            self.optimizer.step()
+
+    def look(self, measure: Callable[[nn.Module], Any], *, end: bool) -> Any:
+        """What the run has agreed on, measured."""
+        if not self._strategy:
+            return measure(self.model)
+        self._strategy.together(end=end)
+        with self._strategy.showing():
+            return measure(self.model)
+
+    def close(self) -> None:
+        if self._strategy:
+            self._strategy.close()
+            self._group.close()
+
+
+def _post_local(model: nn.Module, optimizer: torch.optim.Optimizer, every: int) -> torch.optim.Optimizer:
+    """As PyTorch's documentation has it, without warm-up; nothing is reduced within a host, which has one member."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, post_localSGD_hook)  # type: ignore[operator]
+    return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=every, warmup_steps=0))
+
+
+# ---- time: emulated compute, real bytes
+
+_loops: dict[str, tuple[network.Emulated, Agreement, network.Compute]] = {}
+
+
+def make(name: str, task: str, side: dict[str, Any], compute: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    told = msgspec.convert(compute, network.Compute)
+    model = network.Emulated(network.TASKS[task].make(), told, network.gradients(task))
+    _loops[name] = model, Agreement(model, TASKS[task].optimizer(model, 1e-4), side, 1), told
+
+
+def block(name: str, steps: int, hurry: bool = False) -> dict[str, float]:
+    """Run steps: their seconds, processor time and the bytes that left this host. `hurry`: without the sleep."""
+    model, agreement, compute = _loops[name]
+    still = network.Compute(0.0, [(parameter, 0.0) for parameter, _ in compute.backward])
+    model.compute = still if hurry else compute
+    dist.barrier()
+    sent, busy, began = network._sent_bytes(), time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        agreement.step(lambda forward: forward())
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "busy_s": time.process_time() - busy, "sent_bytes": network._sent_bytes() - sent}
+
+
+# ---- loss: real compute
+
+
+class Training:
+    """One model in training. A batch depends on the seed, the step and the member only."""
+
+    def __init__(self, task: Task, side: dict[str, Any], lr: float, seed: int, total: int, case: str) -> None:
+        torch.manual_seed(seed)
+        self.task, self.lr, self.seed, self.total, self.case, self.done = task, lr, seed, total, case, 0
+        self.model = task.make().to(task.device)
+        self.agreement = Agreement(self.model, task.optimizer(self.model, lr), side, task.batch)
+
+    def step(self) -> None:
+        for group in self.agreement.optimizer.param_groups:
+            group["lr"] = self.lr * self.task.share(self.done, self.total)
+        batch = self.task.draw(self.seed, self.done, workers.RANK, workers.SIZE, self.case)
+        self.agreement.step(lambda model: self.task.loss(model, batch))
+        self.done += 1
+
+
+_training: list[Training] = []
+
+
+def begin(task: str, side: dict[str, Any], lr: float, seed: int, total: int, case: str = "") -> None:
+    _training[:] = [Training(TASKS[task], side, lr, seed, total, case)]
+
+
+def train(steps: int) -> float:
+    """Go on for so many steps; then this member's sum over its share of the held-out data."""
+    training = _training[0]
+    for _ in range(steps):
+        training.step()
+    end = training.done >= training.total
+    task = training.task
+    return float(training.agreement.look(lambda model: task.measure(model, workers.RANK, workers.SIZE), end=end))
+
+
+def end() -> None:
+    _training.pop().agreement.close()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "describe": network.describe,
+    "connect": network.connect,
+    "make": make,
+    "block": block,
+    "begin": begin,
+    "train": train,
+    "end": end,
+}

@@ -1,0 +1,186 @@
+"""How members that train apart meet: a word from everyone first, then what that word says.
+
+    note     everyone tells which fragment it sends, or that it waits between two steps (MEET), and what it has seen
+    weigh    from all notes each member makes the same weights
+    carry    the differences of that fragment
+
+Who waits takes part in what the others still send: so members need not have taken equally many steps when an epoch
+ends or a checkpoint is due (a GradScaler skips steps, here and there unlike ones). When all wait, they have met.
+
+A thread does all of it, in the order in which it is handed in, while training goes on or waits. Every wait in it is
+limited by the group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from paceline.core.errors import Interrupted, PacelineError
+from paceline.strategies.anchors import SKETCH
+from paceline.strategies.averaging import Averaging, Seen
+from paceline.strategies.buckets import PACE
+from paceline.transport.arena import Courier
+from paceline.transport.group import Group
+
+MEET = -1
+
+
+class Note(NamedTuple):
+    """What a member tells before an exchange.
+
+    >>> note = Note(fragment=2, seen=Seen(samples=3.0, loss=1.0), pace=(1.0,) * PACE, changed=(True, False))
+    >>> Note.of(note.numbers().tolist()) == note
+    True
+    """
+
+    fragment: int
+    seen: Seen
+    steps: int = 0  # since its weights were those of the run
+    squares: float = 0.0  # of its difference
+    sketch: tuple[float, ...] = (0.0,) * SKETCH  # of it too; see `anchors.sketch`
+    wish: bool = False
+    turn: float = 0.0  # samples that it was to draw so far: the same where loops are at the same batch
+    pace: tuple[float, ...] = ()  # see World.pace; zeros where nothing was measured yet
+    changed: tuple[bool, ...] = ()  # buffers
+
+    def numbers(self) -> torch.Tensor:
+        flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, self.turn]
+        flat += (*self.pace, *(0.0,) * PACE)[:PACE]
+        return torch.tensor([*flat, *self.sketch, *self.changed], dtype=torch.float64)
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Note:
+        fragment, sound, samples, tokens, loss, steps, squares, wish, turn, *rest = numbers
+        pace, sketch, changed = rest[:PACE], rest[PACE : PACE + SKETCH], rest[PACE + SKETCH :]
+        return cls(
+            fragment=int(fragment),
+            seen=Seen(bool(sound), samples, tokens, loss),
+            steps=int(steps),
+            squares=squares,
+            sketch=tuple(sketch),
+            wish=bool(wish),
+            turn=turn,
+            pace=tuple(pace),
+            changed=tuple(map(bool, changed)),
+        )
+
+
+class Outcome(NamedTuple):
+    """What has become of an exchange."""
+
+    fragment: int  # MEET: all have met
+    notes: list[Note]
+    weights: list[float]
+
+    @property
+    def changed(self) -> list[bool]:
+        """Buffers that some member has changed."""
+        return [any(flags) for flags in zip(*(note.changed for note in self.notes))]
+
+    @property
+    def spread(self) -> float:
+        """Σ wᵢ · ‖differenceᵢ − their mean‖², about: from sketches, since the mean may have gone through a codec."""
+        counted = [(w, note) for w, note in zip(self.weights, self.notes) if w]
+        sketches = torch.tensor([note.sketch for _, note in counted], dtype=torch.float64)
+        weights = torch.tensor([[w] for w, _ in counted], dtype=torch.float64)
+        return float((weights * (sketches - (weights * sketches).sum(0)).square()).sum())
+
+
+class Meeting(Protocol):
+    """Where notes are handed in, one after another; `end` waits for the last one."""
+
+    def begin(self, note: Note) -> None: ...
+    def end(self) -> Outcome: ...
+    def close(self) -> None: ...
+
+
+class Exchange:
+    """With others. `carry` is called in a thread, with what is to be exchanged."""
+
+    def __init__(self, group: Group, average: Averaging, carry: Callable[[Outcome], object]) -> None:
+        self._group, self._average, self._carry = group, average, carry
+        self._outcome: Outcome | None = None
+        self._courier = Courier(self._run, f"{group.name}/exchange")
+
+    def begin(self, note: Note) -> None:
+        self._courier.post(note.numbers())
+
+    def end(self) -> Outcome:
+        self._courier.wait()
+        assert self._outcome is not None
+        return self._outcome
+
+    def close(self) -> None:
+        self._courier.close()
+
+    @torch.no_grad()
+    def _run(self, numbers: torch.Tensor) -> None:
+        try:
+            notes = [Note.of(row.tolist()) for row in self._group.all_gather(numbers)]
+            sent = {note.fragment for note in notes} - {MEET}
+            if len(sent) > 1:
+                raise PacelineError(f"members send unlike fragments: {sorted(sent)}; they have lost count of rounds")
+            self._outcome = Outcome(sent.pop() if sent else MEET, notes, [])
+            if self._outcome.fragment != MEET:
+                weights = self._average.weigh([note.seen for note in notes])
+                self._outcome = self._outcome._replace(weights=weights)
+                self._carry(self._outcome)
+        except Interrupted as error:
+            self._group.abort(error)
+            raise
+
+
+class Alone:
+    """Of a run of one: it always agrees with itself."""
+
+    def __init__(self, average: Averaging) -> None:
+        self._average = average
+        self._note: Note | None = None
+
+    def begin(self, note: Note) -> None:
+        self._note = note
+
+    def end(self) -> Outcome:
+        note = self._note
+        assert note is not None
+        return Outcome(note.fragment, [note], [] if note.fragment == MEET else self._average.weigh([note.seen]))
+
+    def close(self) -> None:
+        pass
+
+
+class Heard:
+    """Sums of what the script logs under one name, since each fragment was sent; on whatever device it is."""
+
+    def __init__(self, name: str, fragments: int) -> None:
+        self._name = name
+        self._sums = torch.zeros(fragments, dtype=torch.float64)
+        self._counts = [0] * fragments
+
+    def __call__(self, values: Mapping[str, Any]) -> None:
+        if self._name not in values:
+            return
+        value = values[self._name]
+        if isinstance(value, torch.Tensor):
+            value = value.detach().reshape(())
+            self._sums = self._sums.to(value.device)
+        self._sums += value
+        self._counts = [count + 1 for count in self._counts]
+
+    def since(self, fragment: int) -> tuple[float, int]:
+        return float(self._sums[fragment]), self._counts[fragment]
+
+    def sent(self, fragment: int) -> None:
+        self._sums[fragment] = 0.0
+        self._counts[fragment] = 0
+
+    def state(self) -> list[tuple[float, int]]:
+        return [self.since(fragment) for fragment in range(len(self._counts))]
+
+    def load(self, state: Sequence[Sequence[float]]) -> None:
+        for fragment, (total, count) in enumerate(state[: len(self._counts)]):
+            self._sums[fragment] = total
+            self._counts[fragment] = int(count)

@@ -1,0 +1,207 @@
+"""Asynchronous local steps: what a push does to the servers' weights, what workers have when, and how it resumes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.checkpoint import pack, unpack
+from paceline.core.errors import ConfigError
+from paceline.optim import DelayedNesterov
+from paceline.strategies import AsyncLocal, make_strategy, words_of
+from paceline.testing.together import together
+from paceline.transport.group import Group, solo
+from tests.strategies._apart import Member, Normed, closing, net
+
+
+def adam(p: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(p, lr=0.01)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    workers=st.integers(1, 5),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    rounds=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_as_many_gradients_as_workers_are_a_step_of_nesterov(
+    workers: int, momentum: float, rounds: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mine, theirs = (torch.nn.Parameter(torch.ones(7, dtype=torch.float64)) for _ in range(2))
+    delayed = DelayedNesterov([mine], lr=0.3, momentum=momentum, workers=workers)
+    plain = torch.optim.SGD([theirs], lr=0.3, momentum=momentum, nesterov=momentum > 0)
+    for _ in range(rounds):
+        gradients = torch.randn(workers, 7, generator=generator, dtype=torch.float64)
+        for gradient in gradients:
+            mine.grad = gradient
+            delayed.step()
+        theirs.grad = gradients.mean(0)
+        plain.step()
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_one_member_equals_plain_training() -> None:
+    member, plain = Member(solo(), AsyncLocal(every=2), net(0), adam), net(0)
+    optimizer = adam(plain.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        (plain(member.batch()).square().mean() + plain(torch.ones(1, 6)).sum() * 0.1).backward()
+        optimizer.step()
+        member.train(1)
+    member.strategy.together(end=True)
+    assert torch.equal(member.weights, torch.cat([p.detach().reshape(-1) for p in plain.parameters()]))
+
+
+def apart(group: Group, strategy: AsyncLocal, model: torch.nn.Module | None = None) -> Member:
+    return Member(group, strategy, model or net(0), adam, wires=group._wires, limit_s=20.0)
+
+
+def test_a_push_brings_the_difference() -> None:
+    """One of two trains: its difference counts for half of the rate, and it goes on from the servers' weights."""
+
+    def body(group: Group) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        with closing(apart(group, AsyncLocal(every=3, lr=0.8, momentum=0.0))) as member:
+            before = member.weights
+            if group.rank == 0:
+                member.train(3)
+            after = member.weights
+            member.strategy.together()
+            return before, member.own, after, member.weights
+
+    (before, own, after, end), (_, _, untouched, other) = together(2, body, hosts=["a", "b"])
+    torch.testing.assert_close(after, before - 0.4 * (before - own[2]))
+    assert not torch.equal(own[0], own[1])
+    assert torch.equal(untouched, before)
+    assert torch.equal(end, after)
+    assert torch.equal(other, end)
+
+
+def test_what_was_learnt_since_the_last_push_is_brought_when_all_meet() -> None:
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with closing(apart(group, AsyncLocal(every=100, lr=2.0, momentum=0.0), Normed())) as member:
+            before = member.weights
+            if group.rank == 0:
+                member.train(2)
+            assert member.strategy.owes == (group.rank == 0)
+            learnt = member.weights
+            member.strategy.together(keep=True)
+            assert not member.strategy.owes
+            return before, learnt, torch.cat([member.weights, member.model.norm.running_mean])
+
+    first, second = together(2, body, hosts=["a", "a"])
+    torch.testing.assert_close(first[2][: len(first[1])], first[1])
+    assert torch.equal(first[2], second[2])
+    assert not torch.equal(first[0], first[1])
+
+
+def loss_of(model: torch.nn.Module) -> float:
+    """What `Member.train` makes smaller, on other samples."""
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        return float(model(x).square().mean() + model(torch.ones(1, 6)).sum() * 0.1)
+
+
+@pytest.mark.parametrize("codec", ["", "quantize(8)"])
+def test_all_train_and_agree_in_the_end(codec: str) -> None:
+    strategy = "async_local(every=4, lr=1.0, momentum=0.5)"
+
+    def body(group: Group) -> tuple[torch.Tensor, float]:
+        with closing(apart(group, make_strategy(strategy, codec))) as member:  # type: ignore[arg-type]
+            member.train(40)
+            member.strategy.together(end=True)
+            return member.weights, loss_of(member.model)
+
+    found = together(3, body, hosts=["a", "b", "b"])
+    assert all(torch.equal(weights, found[0][0]) for weights, _ in found)
+    assert found[0][1] < loss_of(net(0))
+
+
+def test_a_slow_worker_takes_fewer_steps_between_two_pushes() -> None:
+    def body(group: Group) -> list[int]:
+        with closing(apart(group, AsyncLocal(every=6))) as member:
+            pushes = []
+            for _ in range(2):
+                before = member.strategy.versions  # type: ignore[attr-defined]
+                for step in range(1, 13):
+                    member.train(1)
+                    time.sleep(0.03 * group.rank)
+                    if not member.strategy.owes:
+                        pushes.append(step)
+                member.strategy.together()
+                assert member.strategy.versions != before  # type: ignore[attr-defined]
+            return pushes
+
+    fast, slow = together(2, body, hosts=["a", "a"])
+    assert fast == [6, 12] * 2
+    assert slow[:2] == [6, 12]  # nothing is known in the first epoch
+    assert slow[2] < 6
+
+
+def test_weights_that_are_no_numbers_reach_no_server() -> None:
+    told: list[str] = []
+
+    def body(group: Group) -> torch.Tensor:
+        with closing(apart(group, AsyncLocal(every=2))) as member:
+            member.world.tell = told.append
+            if group.rank == 0:
+                member.train(1)
+                next(member.model.parameters()).data.fill_(torch.nan)
+                member.train(1)
+            member.strategy.together()
+            return member.weights
+
+    for weights in together(2, body, hosts=["a", "b"]):
+        assert torch.isfinite(weights).all()
+    assert any("infinite or nan" in line for line in told)
+
+
+def test_resumed_equals_uninterrupted() -> None:
+    """One of two trains, so that the order of pushes is always the same."""
+
+    def train(member: Member, steps: int) -> None:
+        if member.group.rank == 0:
+            member.train(steps)
+        member.strategy.together(keep=True)
+
+    def whole(group: Group) -> tuple[torch.Tensor, bytes, bytes]:
+        with closing(apart(group, AsyncLocal(every=3))) as member:
+            train(member, 7)
+            shared = {
+                "strategy": member.strategy.state_dict(),
+                "model": member.model.state_dict(),
+                "optimizer": member.optimizer.state_dict(),
+            }
+            saved = group.exchange(pack(shared))[0], pack(member.strategy.own_state())
+            train(member, 7)
+            return member.weights, *saved
+
+    done = together(2, whole, hosts=["a", "b"])
+
+    def again(group: Group) -> torch.Tensor:
+        with closing(apart(group, AsyncLocal(every=3), net(5))) as member:
+            _, shared, own = done[group.rank]
+            state = unpack(shared)
+            member.strategy.load_state_dict(state["strategy"])
+            member.model.load_state_dict(state["model"])
+            member.optimizer.load_state_dict(state["optimizer"])
+            member.strategy.load_own_state([unpack(own)])
+            member.step = 7
+            train(member, 7)
+            return member.weights
+
+    for weights, (expected, _, _) in zip(together(2, again, hosts=["a", "b"]), done):
+        assert torch.equal(weights, expected)
+
+
+def test_words() -> None:
+    assert words_of(make_strategy("async_local(every=20)")) == "async_local(every=20)"
+    for wrong in ("async_local(every=0)", "async_local(lr=-1)", "async_local(momentum=1.5)"):
+        with pytest.raises(ConfigError):
+            make_strategy(wrong)
