@@ -36,7 +36,7 @@ class Book:
     """A body whose state is a word; it is on its way until `arrive`."""
 
     def __init__(self, word: str) -> None:
-        self.word, self.saving, self.step, self.busy = word, False, 0, False
+        self.word, self.saving, self.step, self.busy, self.outdated = word, False, 0, False, False
         self.healing: Healing | None = None
         self.coming: Coming | None = None
         self.stepped = False
@@ -318,6 +318,50 @@ def test_one_that_is_left_out_while_it_prepares_ends(scheduler: Scheduler) -> No
         one.team._next_view()
     one.die()
     other.die()
+
+
+@pytest.mark.parametrize("outdated", [True, False], ids=["a newer checkpoint", "none"])
+def test_one_that_was_away_and_outlives_the_others_goes_on_or_makes_way_for_a_checkpoint(
+    three: Three, outdated: bool
+) -> None:
+    members, agent, scheduler = three
+    one, away, other = members
+    assert away.book
+    away.book.word, away.book.outdated = "old", outdated
+    agent.beat([1])  # it is stopped
+    together(lambda: broken(one), lambda: broken(other))
+    for each in (one, other):
+        each.die()
+        agent.ended(each.id, -9)
+    newcomers = [_again(scheduler, id) for id in (0, 2)]
+    for each in newcomers:
+        each.team.meet()
+        each.prepare()
+    loaded: list[str] = []
+    agent.beat([])
+
+    def come_back() -> None:
+        if not outdated:
+            broken(away)
+            return
+        with pytest.raises(PacelineError, match="a checkpoint is newer"):
+            broken(away)
+        away.die()
+        agent.ended(1, 1)
+
+    def begin(each: Someone) -> None:
+        each.team.begin(lambda: loaded.append("checkpoint"))
+        assert each.book
+        each.book.arrive()
+
+    try:
+        together(come_back, *(lambda each=each: begin(each) for each in newcomers))
+        assert loaded == (["checkpoint"] if outdated else [])
+        assert {each.team.group.size for each in newcomers} == {2 if outdated else 3}
+        assert ("old" in {each.book.word for each in newcomers if each.book}) is not outdated
+    finally:
+        for each in newcomers:
+            each.die()
 
 
 def bring_back(members: list[Someone], agent: AgentLine, scheduler: Scheduler, *, busy: bool = False) -> Someone:

@@ -8,7 +8,7 @@ from paceline.checkpoint.files import CheckpointFailed, Checkpoints, Written
 from paceline.checkpoint.part import Snapshot, pack, unpack
 from paceline.checkpoint.peers import Coming, Lent, Pipe, digest
 from paceline.checkpoint.random import random_states, seed_newcomer, set_random_states
-from paceline.checkpoint.shelf import Loaded
+from paceline.checkpoint.shelf import Loaded, newest_first
 
 __all__ = [
     "CheckpointFailed",
@@ -20,6 +20,7 @@ __all__ = [
     "Snapshot",
     "Written",
     "digest",
+    "newest_first",
     "pack",
     "random_states",
     "seed_newcomer",

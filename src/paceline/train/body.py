@@ -29,6 +29,10 @@ class Body(Protocol):
         """Whether this member is in the middle of a turn."""
 
     @property
+    def outdated(self) -> bool:
+        """Whether a checkpoint is further than this member."""
+
+    @property
     def waits(self) -> bool:
         """Whether this member's state is still on its way to it."""
 

@@ -66,6 +66,10 @@ class Replica:
         return bool(self._world.passed) or self._world.dropped or any(loader.out for loader in self._loaders)
 
     @property
+    def outdated(self) -> bool:
+        return self._saver.newest > self.step
+
+    @property
     def waits(self) -> bool:
         return self._coming is not None
 

@@ -22,6 +22,7 @@ from paceline.checkpoint import (
     Checkpoints,
     Loaded,
     Written,
+    newest_first,
     pack,
     random_states,
     seed_newcomer,
@@ -97,6 +98,12 @@ class Saver:
         if not self.enabled or self._group.rank or not self._every_s:
             return False
         return time.monotonic() - self._last_at >= self._every_s
+
+    @property
+    def newest(self) -> int:
+        """The step of the checkpoint that was written last, by any member; -1: there is none that can be read here."""
+        written = newest_first(self._directory) if self.enabled else []
+        return written[0][1].step if written else -1
 
     def save(self, step: int, epoch: int, epoch_step: int, versions: Sequence[int] = ()) -> None:
         """All members together, between two steps. Returns when the state is copied; it is written behind.

@@ -51,6 +51,7 @@ class Place(msgspec.Struct, frozen=True):
     easy: bool = False  # it stands between two turns
     begins: bool = False  # it has counted the turn that it is about to begin
     formed: int = 0  # number of the view in which its last commit was
+    away: bool = False  # others have gone on without it since then
 
     @property
     def begun(self) -> int:
@@ -111,6 +112,7 @@ class Team:
         self.view: View | None = None
         self.commits = 0
         self._formed = 0  # number of the view in which the last of them was
+        self._away = False  # left out of a view since then
         self.operations = 0
         self.turns = 0  # of the loop that this member has begun
         self.lag = 0  # turns that it takes for nothing, to count as many as the others
@@ -326,6 +328,7 @@ class Team:
                     f"member {self._own} was left out of view {heard.view.number} while it prepared to train with the "
                     "others, who go on: it ends, to be started again"
                 )
+            self._away = True
             self._status.set("left out of the view: asking to be taken in again")
             self._line.ready(heard.view.number)
 
@@ -352,9 +355,11 @@ class Team:
             easy=bool(lend and body and not body.busy),
             begins=self._begins,
             formed=self._formed,
+            away=self._away,
         )
         told = group.exchange(msgspec.msgpack.encode(mine))
         places = [msgspec.msgpack.decode(each, type=Place) for each in told]
+        self._go_if_outdated(places)
         operations, begun = max(p.operations for p in places), max(p.begun for p in places)
         newest = max(p.state for p in places)
         behind = [rank for rank, p in enumerate(places) if p.state < newest]
@@ -378,9 +383,18 @@ class Team:
         behind_by = begun - mine.begun
         makes_up = mine.commits != NEW and not mine.begins and behind_by <= _MOST_LAG
         self.lag = behind_by if makes_up else 0
-        self.commits, self._formed = newest
+        (self.commits, self._formed), self._away = newest, False
         self.operations, self.turns = operations, begun - self.lag + mine.begins
         return behind
+
+    def _go_if_outdated(self, places: list[Place]) -> None:
+        """Who was away and outlives all who went on without it has an old state, where they have saved a newer one."""
+        old = self._away and all(p.away or p.commits == NEW for p in places)
+        if old and any(p.commits == NEW for p in places) and self.body and self.body.outdated:
+            raise PacelineError(
+                f"member {self._own} was away while the others went on and were lost: a checkpoint is newer than what "
+                "it has; it ends, to be started again from there"
+            )
 
     def _state(self, healing: Healing | None) -> bytes:
         if self.body is None:
