@@ -16,7 +16,6 @@ import json
 from collections.abc import Sequence
 
 from paceline.core.errors import ConfigError
-from paceline.core.view import Member
 from paceline.core.words import build
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.strategy import World
@@ -25,12 +24,12 @@ from paceline.transport.group import Group
 LABEL = "site-"
 
 
-def site_of(member: Member) -> str:
+def site_of(labels: Sequence[str], host: str) -> str:
     """
-    >>> site_of(Member(rank=0, host="h", pid=1, labels=("gpu", "site-a"))), site_of(Member(rank=0, host="h", pid=1))
+    >>> site_of(("gpu", "site-a"), "h"), site_of((), "h")
     ('site-a', 'h')
     """
-    return next((label for label in member.labels if label.startswith(LABEL)), member.host)
+    return next((label for label in labels if label.startswith(LABEL)), host)
 
 
 class Sites:

@@ -171,6 +171,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         dealer=dealer,
         team=team,
         labels=place.labels,
+        host=place.host,
         replaces=meeting.replaces,
         late=meeting.late,
         rate=rate,

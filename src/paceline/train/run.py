@@ -61,6 +61,7 @@ class Run:
         dealer: Dealer | None = None,
         team: Team | None = None,
         labels: tuple[str, ...] = (),
+        host: str = "",
         replaces: bool = False,
         late: bool = False,
         rate: Callable[[int], float] = lambda size: 1.0,
@@ -90,7 +91,7 @@ class Run:
             limit_s=settings.wait_limit_s,
             replaces=replaces,
             late=late,
-            site=site_of(wires.view.members[wires.rank]) if wires else "",
+            site=site_of(labels, host),
         )
         self._team = team
         self._saver = Saver(
