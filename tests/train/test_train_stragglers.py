@@ -47,6 +47,23 @@ def test_nobody_is_named_where_all_are_alike_or_for_a_single_slow_turn() -> None
         assert found.note(paces) == []
 
 
+@pytest.mark.parametrize("until", [2, 12])
+def test_nobody_is_named_for_slow_turns_at_the_start(until: int) -> None:
+    """The first member's, while it imports something."""
+    found = Stragglers()
+    for turn in range(100):
+        slow = Pace(0.001, 0.060, 0.060) if turn < until else USUAL
+        assert found.note([slow, USUAL, USUAL]) == []
+
+
+@pytest.mark.parametrize("turn_s", [1.5, 30.0])
+def test_nobody_is_named_for_having_been_stopped_once(turn_s: float) -> None:
+    found = Stragglers()
+    for turn in range(100):
+        held_up = Pace(0.001, turn_s, 0.010, queued_s=0.0) if turn == 50 else USUAL
+        assert found.note([USUAL, USUAL, held_up]) == []
+
+
 def test_who_has_caught_up_and_falls_behind_again_is_told_again() -> None:
     found, story = Stragglers(), []
     for turn in range(300):
@@ -58,9 +75,9 @@ def test_who_has_caught_up_and_falls_behind_again_is_told_again() -> None:
 def test_another_view_begins_anew() -> None:
     found = Stragglers()
     slow = Pace(0.0, 0.03, 0.03)
-    for _ in range(15):
+    for _ in range(35):
         assert not found.note([USUAL, USUAL, slow])
-    for _ in range(15):
+    for _ in range(35):
         assert not found.note([USUAL, slow])
 
 

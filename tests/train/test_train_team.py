@@ -265,6 +265,50 @@ def test_who_missed_the_end_of_an_operation_gets_its_result(three: Three) -> Non
     assert results == [{"accuracy": 0.5}]
 
 
+def test_who_came_to_its_own_result_keeps_it_where_others_have_ended_the_operation(three: Three) -> None:
+    """What each gets may be its own, as parts of a tensor are."""
+    members, agent, _ = three
+    ahead, behind = members[:2]
+    ahead.team.operations += 1
+    ahead.team._result = "part 0"
+    results: list[object] = []
+
+    def part(group: Group) -> str:
+        lose(members, agent)  # before the barrier that ends it
+        return "part 1"
+
+    together(lambda: broken(ahead), lambda: results.append(behind.team.do(part)))
+    assert results == ["part 1"]
+    assert behind.team.operations == ahead.team.operations
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_who_was_away_for_several_operations_gets_no_result_of_another_one(three: Three, in_turn: bool) -> None:
+    """It was stopped within one; the others ended that, and then gathered something for a checkpoint. In a turn, which
+    counts for nothing, it goes on; between epochs it would meet their gradients with its next operation."""
+    members, agent, _ = three
+    ahead, behind = members[:2]
+    assert behind.book
+    behind.book.busy = in_turn
+    ahead.team.operations += 2
+    ahead.team._result = [b"of a checkpoint"]
+    lose(members, agent)
+    results: list[object] = []
+
+    def measure(group: Group) -> dict[str, int]:
+        return {"members": len(group.exchange(b""))}  # breaks at first, since the third is gone
+
+    def ask() -> None:
+        if in_turn:
+            results.append(behind.team.do(measure))
+            return
+        with pytest.raises(PacelineError, match="was away while the others"):
+            behind.team.do(measure)
+
+    together(lambda: broken(ahead), ask)
+    assert results == ([{"members": 1}] if in_turn else [])
+
+
 def test_who_has_begun_a_turn_less_takes_one_for_nothing(three: Three) -> None:
     members, agent, _ = three
     ahead, behind = members[:2]

@@ -26,7 +26,9 @@ from paceline.train.queued import UNKNOWN
 
 _SLOW = 1.5  # times the others' median
 _CAUGHT_UP = 1.2
-_TURNS = 20  # that a mean looks back, about; and that it takes before anybody is named
+_WARM_UP = 20  # turns at the start of a view that are not looked at: caches fill, and what is imported late comes in
+_TURNS = 20  # that a mean looks back, about; and that it takes after that before anybody is named
+_MOST = 3.0  # times its mean that a turn counts, at most: one that was held up once is not slow
 _STARVED = 0.75  # of the share of a processor that the others get
 _QUEUED = 0.3  # of what one takes longer, spent waiting for a processor, is load
 _LEAST_S = 1e-3  # of a turn; shorter ones are not worth a word
@@ -89,9 +91,13 @@ class Stragglers:
     def note(self, paces: Sequence[Pace]) -> list[Straggler]:
         """Those who are found to be slow now, and were not before."""
         if len(paces) != len(self._means):
-            self._means, self._seen, self._found = [Pace(*p) for p in paces], 0, {}
+            self._means, self._seen, self._found = [Pace(*p) for p in paces], -_WARM_UP, {}
         self._seen += 1
+        if self._seen <= 0:
+            self._means = [Pace(*p) for p in paces]
+            return []
         share = 1 / min(self._seen, _TURNS)
+        paces = [_held(pace, mean) for pace, mean in zip(paces, self._means)]
         self._means = [
             Pace(
                 mean.data_s + share * (pace.data_s - mean.data_s),
@@ -165,6 +171,15 @@ class Stragglers:
         if min(mean.queued_s, *(p.queued_s for p in others)) < 0:  # somebody does not know
             return False
         return mean.queued_s - statistics.median(p.queued_s for p in others) < _QUEUED * more_compute
+
+
+def _held(pace: Pace, mean: Pace) -> Pace:
+    """A turn as it counts for the mean."""
+    part = _MOST * mean.own_s / pace.own_s if pace.own_s else 1.0
+    if not 0 < part < 1:
+        return pace
+    times = (part * x for x in (pace.data_s, pace.compute_s, pace.cpu_s, pace.wait_s))
+    return Pace(*times, pace.link, part * pace.queued_s if pace.queued_s > 0 else pace.queued_s)
 
 
 def _cores(pace: Pace) -> float:

@@ -179,17 +179,30 @@ class Team:
         if self.outside:
             return operation(self.group)
         while True:
-            before = self.operations
+            before, commits = self.operations, self.commits
+            in_turn = self.body is not None and self.body.busy
+            mine: list[T] = []  # the result, if this member has come to it
             try:
                 if self.body:
                     self.body.arrive()
-                result = operation(self.group)
+                mine.append(operation(self.group))
                 self.group.barrier()
             except Interrupted as error:
                 self.mend(error)
-                if self.operations > before:  # it had ended elsewhere
+                away = self.operations > before + 1 or self.commits != commits
+                if away and not in_turn:
+                    raise PacelineError(
+                        f"member {self._own} was away while the others ended what it did with them, and went on: its "
+                        "script stands where they are no more, so it ends, to be started again"
+                    ) from None
+                if mine and self.operations > before:  # it had ended elsewhere; what each gets of it may be its own
+                    return mine[0]
+                if away:  # the last result is that of something else, and the turn counts for nothing
+                    return operation(solo())
+                if self.operations > before:
                     return self._result  # type: ignore[no-any-return]
                 continue
+            (result,) = mine
             self.operations += 1
             self._result = result
             return result

@@ -1,8 +1,8 @@
 """Events as TensorBoard reads them, where it is installed.
 
 Importing TensorBoard takes from a tenth of a second (alone) to several (beside TensorFlow), and a scalar
-costs about 80 µs; both happen on a thread of their own, so that the training does not see them. Only the
-first member makes this sink. A disk that is full ends the writing, not the run.
+costs about 80 µs; both happen on a thread of their own, the import while the script prepares, so that the training
+does not see them. Only the first member makes this sink. A disk that is full ends the writing, not the run.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class TensorBoard:
     def _work(self) -> None:
         writer: Any = None
         try:
+            import torch.utils.tensorboard  # noqa: F401  # now, while the script prepares, and not in its first turns
+
             while (event := self._events.get()) is not None:
                 if writer is None:
                     writer = self._open(event)

@@ -115,19 +115,21 @@ class Lane:
     def wait(self, word: int, value: int, *, only: int | None = None) -> None:
         """Return when all others' counters (or only that of the member at index `only`) have come to `value`."""
         began = 0.0
-        for rank, segment in self.others:
-            if only is not None and rank != self.ranks[only]:
-                continue
-            if not (segment.counter(word) - value) & 0x80000000:
-                continue
-            began = began or time.monotonic()
-            for _ in range(self._spins):
+        try:
+            for rank, segment in self.others:
+                if only is not None and rank != self.ranks[only]:
+                    continue
                 if not (segment.counter(word) - value) & 0x80000000:
-                    break
-            else:
-                self._block(rank, segment, word, value)
-        if began:
-            self.waited_s += time.monotonic() - began
+                    continue
+                began = began or time.monotonic()
+                for _ in range(self._spins):
+                    if not (segment.counter(word) - value) & 0x80000000:
+                        break
+                else:
+                    self._block(rank, segment, word, value)
+        finally:  # also where one is lost meanwhile: the others have waited for it
+            if began:
+                self.waited_s += time.monotonic() - began
 
     def _block(self, rank: int, segment: Segment, word: int, value: int) -> None:
         began = time.monotonic()
