@@ -178,8 +178,13 @@ def _held(pace: Pace, mean: Pace) -> Pace:
     part = _MOST * mean.own_s / pace.own_s if pace.own_s else 1.0
     if not 0 < part < 1:
         return pace
-    times = (part * x for x in (pace.data_s, pace.compute_s, pace.cpu_s, pace.wait_s))
-    return Pace(*times, pace.link, part * pace.queued_s if pace.queued_s > 0 else pace.queued_s)
+    return pace._replace(
+        data_s=part * pace.data_s,
+        compute_s=part * pace.compute_s,
+        cpu_s=part * pace.cpu_s,
+        wait_s=part * pace.wait_s,
+        queued_s=part * pace.queued_s if pace.queued_s > 0 else pace.queued_s,
+    )
 
 
 def _cores(pace: Pace) -> float:
