@@ -21,7 +21,7 @@ demo: $(READY)      ## train on digits with two members
 	$(BIN)/paceline run -n 2 examples/digits.py
 
 test: $(READY)      ## the fast suite
-	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 test-all: $(READY)  ## slow and engine tests too
 	$(BIN)/python -m pytest
