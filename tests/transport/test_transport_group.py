@@ -235,7 +235,7 @@ def test_reducing_a_parameter_changes_its_value_and_nothing_else():
 def test_a_released_arena_leaves_nothing(hosts: list[str], coded: bool) -> None:
     def body(group: Group) -> list[int]:
         open_files, sent = [], []
-        for _ in range(4):
+        for _ in range(12):
             arena = group.arena(4096, through=(lambda collective: collective.all_reduce) if coded else None)
             arena.post(arena.memory.view(torch.float32))
             arena.wait()
@@ -251,7 +251,7 @@ def test_a_released_arena_leaves_nothing(hosts: list[str], coded: bool) -> None:
         return open_files
 
     for open_files in together(len(hosts), body, hosts=hosts):
-        assert open_files[-1] < open_files[0] + 3  # listing them takes one, in each thread
+        assert open_files[-1] < open_files[0] + 6  # listing them takes one, in each thread; others may open some
 
 
 def test_descriptors_may_have_large_numbers() -> None:
