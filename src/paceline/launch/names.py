@@ -22,6 +22,7 @@ STRATEGIES = (
     "diloco",
     "sparseloco",
     "async_local",
+    "guest",
 )
 CODECS = (
     "none",

@@ -11,6 +11,7 @@ from paceline.core.words import build, read
 from paceline.server.packing import servable
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.async_local import AsyncLocal
+from paceline.strategies.guest import Guest
 from paceline.strategies.local import Local
 from paceline.strategies.presets import Average, DiLoCo, PostLocal, SparseLoCo
 from paceline.strategies.server import Async, Bounded, Served, Sync
@@ -27,13 +28,14 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "diloco": DiLoCo,
     "sparseloco": SparseLoCo,
     "async_local": AsyncLocal,
+    "guest": Guest,
 }
 
 
 def make_strategy(words: Any, codec: str = "") -> Strategy:
     """The strategy that a user wrote as an object or in words; a codec in words goes before the strategy's own."""
     strategy: Strategy = build(words, STRATEGIES, "strategy") if isinstance(words, str) else words
-    if codec and isinstance(strategy, AllReduce | Local):
+    if codec and isinstance(strategy, AllReduce | Local | Guest):
         strategy.take(codec)
     elif codec and codec != "none" and isinstance(strategy, Served):
         servable(codec)
@@ -52,9 +54,11 @@ def words_of(strategy: Strategy) -> str:
     "local(every=50, outer='nesterov(lr=0.7, momentum=0.9)')"
     """
     changed = _changed(strategy)
-    if not isinstance(strategy, AllReduce | Served | Local):
+    if not isinstance(strategy, AllReduce | Served | Local | Guest):
         return type(strategy).__name__
     name, gate = ("local" if isinstance(strategy, Local) else "allreduce"), ""
+    if isinstance(strategy, Guest):
+        name = "guest"
     if isinstance(strategy, AsyncLocal):
         name = "async_local"
     elif isinstance(strategy, Served):
@@ -98,13 +102,14 @@ def choose(script: Strategy, typed: str) -> tuple[Strategy, str]:
 
 
 def _options(strategy: Strategy) -> dict[str, Any]:
-    return strategy.options if isinstance(strategy, AllReduce | Served | Local) else {}
+    return strategy.options if isinstance(strategy, AllReduce | Served | Local | Guest) else {}
 
 
 def _changed(strategy: Strategy) -> dict[str, Any]:
     """Its options that are not as usual."""
     usual = {name: p.default for name, p in inspect.signature(type(strategy)).parameters.items()}
-    usual["codec"] = "none"  # of all-reduce, in its words
+    if not isinstance(strategy, Guest):
+        usual["codec"] = "none"  # of all-reduce, in its words
     return {key: value for key, value in _options(strategy).items() if value != usual.get(key)}
 
 
@@ -116,6 +121,7 @@ __all__ = [
     "Average",
     "Bounded",
     "DiLoCo",
+    "Guest",
     "Local",
     "PostLocal",
     "SparseLoCo",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class Anchors:
         if near:
             near.exchange(json.dumps(self._fragments).encode())
 
+    @property
+    def agreed(self) -> list[torch.Tensor]:
+        """What members agreed on last."""
+        return [anchor.detach() for anchor in self._anchors]
+
     @torch.no_grad()
     def differ(self, fragment: int) -> float:
         """Note how far the weights have gone; the sum of squares, which is not finite where a weight is not."""
@@ -100,15 +105,22 @@ class Anchors:
         return total
 
     @torch.no_grad()
-    def carry(self, fragment: int, weight: float) -> None:
-        """Exchange what was noted; a member of weight zero says nothing of its own."""
+    def carry(self, fragment: int, weight: float, add: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        """Exchange what was noted; a member of weight zero says nothing of its own. `add`: what others have given it to
+        bring with its own."""
         if self._buckets[fragment]:
-            self._exchange(fragment, weight)
+            self._exchange(fragment, weight, add)
         if self._near:
             for i in self._fragments[fragment]:
                 self._near.broadcast(self._views[i])
 
-    def _exchange(self, fragment: int, weight: float) -> None:
+    @torch.no_grad()
+    def blend(self, weight: float, add: Callable[[int, torch.Tensor], None]) -> None:
+        """The same, of a member that has nobody to exchange with."""
+        for i, view in enumerate(self._views):
+            add(i, view.mul_(weight))
+
+    def _exchange(self, fragment: int, weight: float, add: Callable[[int, torch.Tensor], None] | None) -> None:
         coder, buckets = self.coder, self._buckets[fragment]
         apart = bool(coder and coder.combine)
         self._control.zero_()  # which is summed with the last bucket
@@ -124,6 +136,8 @@ class Anchors:
                     slot.view.fill_(math.nan if apart else 0.0)
             elif not apart:
                 bucket.flat.mul_(weight)
+            for slot in bucket.slots if add else ():
+                add(slot.index, slot.view)  # type: ignore[misc]
             bucket.arena.post(bucket.flat)
         if coder:
             coder.launched()

@@ -45,15 +45,16 @@ class Note(NamedTuple):
     turn: float = 0.0  # samples that it was to draw so far: the same where loops are at the same batch
     pace: tuple[float, ...] = ()  # see World.pace; zeros where nothing was measured yet
     changed: tuple[bool, ...] = ()  # buffers
+    guests: tuple[float, float] = (0.0, 0.0)  # what those outside give it to bring weighs, and how many they are
 
     def numbers(self) -> torch.Tensor:
         flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, self.turn]
         flat += (*self.pace, *(0.0,) * PACE)[:PACE]
-        return torch.tensor([*flat, *self.sketch, *self.changed], dtype=torch.float64)
+        return torch.tensor([*self.guests, *flat, *self.sketch, *self.changed], dtype=torch.float64)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Note:
-        fragment, sound, samples, tokens, loss, steps, squares, wish, turn, *rest = numbers
+        weight, guests, fragment, sound, samples, tokens, loss, steps, squares, wish, turn, *rest = numbers
         pace, sketch, changed = rest[:PACE], rest[PACE : PACE + SKETCH], rest[PACE + SKETCH :]
         return cls(
             fragment=int(fragment),
@@ -65,6 +66,7 @@ class Note(NamedTuple):
             turn=turn,
             pace=tuple(pace),
             changed=tuple(map(bool, changed)),
+            guests=(weight, guests),
         )
 
 

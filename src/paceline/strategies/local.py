@@ -35,6 +35,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.words import finite, split, whole
 from paceline.strategies.allreduce import FEEDBACK, AllReduce, check_feedback
 from paceline.strategies.averaging import Averaging, make_average
+from paceline.strategies.hosting import Guests, make_guests
 from paceline.strategies.outer import Make, Outer, make_outer
 from paceline.strategies.reducers import Auto, LowRank, Method
 from paceline.strategies.replicas import make_equal, names_of
@@ -60,6 +61,8 @@ class Local:
         warmup: so many first steps are taken together, by all-reduce.
         inner: "allreduce", or an `AllReduce`: members of one site (a host, or those that have the same label site-NAME)
             take their steps together; "none": every member takes its own.
+        guests: at most so many at a time may call, and 0: none; or "guests(8, at='10.0.0.1:7000')"
+            (`paceline.strategies.hosting`).
     """
 
     forgives = False
@@ -74,6 +77,7 @@ class Local:
         overlap: Overlap | int | str = 0,
         warmup: int = 0,
         inner: AllReduce | str | None = "none",
+        guests: Guests | int | str = 0,
     ) -> None:
         if not whole(warmup) or warmup < 0:
             raise ConfigError(f"warmup={warmup!r}: a whole number of steps is needed, such as 1000, or 0")
@@ -83,8 +87,10 @@ class Local:
             average=make_average(average),
             overlap=make_overlap(overlap),
             method=Method(),
+            guests=make_guests(guests),
         )
         self.plan.overlap.check(self.plan.every)
+        self.plan.guests.check(self.plan.average, self.plan.overlap)
         self.take(codec)
         self.warmup = warmup
         self._warm: AllReduce | None = AllReduce() if warmup else None  # None: members train apart
@@ -235,6 +241,7 @@ class Local:
             "warm": self._warm.state_dict() if self._warm else {},
             "inner": self._inner.state_dict() if self._inner else {},
             "rounds": self._rounds.common() if self._rounds else {},
+            "guests": self._rounds.hosting.state() if self._rounds and self._rounds.hosting else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,6 +253,8 @@ class Local:
             self._inner.load_state_dict(state["inner"])
         if self._rounds:
             self._rounds.load_common(state.get("rounds", {}))
+            if self._rounds.hosting:
+                self._rounds.hosting.load(state.get("guests", {}))
 
     def own_state(self) -> dict[str, Any]:
         return {
@@ -270,7 +279,8 @@ class Local:
         if rounds is None or rounds.idle:
             return {}
         coders = [part.coder for part in rounds.parts if part.coder and part.coder.method.codec]
-        return {**readings_of(coders), "rounds": rounds.count, "every": rounds.length, "drift": rounds.drift}
+        guests = rounds.hosting.readings() if rounds.hosting else {}
+        return {**readings_of(coders), "rounds": rounds.count, "every": rounds.length, "drift": rounds.drift, **guests}
 
     def close(self, *, failed: bool = False) -> None:
         for sums in (self._warm, self._inner):
@@ -324,3 +334,5 @@ class Local:
             world.do(lambda group: make_equal(group, new | others, buffers))
         self._owned |= mine
         rounds.adopt(list(new.items()))
+        if rounds.hosting:
+            rounds.hosting.keep_frozen(new | others)

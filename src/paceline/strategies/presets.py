@@ -5,19 +5,22 @@ from __future__ import annotations
 from paceline.codecs import Codec
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.averaging import Averaging
+from paceline.strategies.hosting import Guests
 from paceline.strategies.local import Local
 from paceline.strategies.outer import Make, Outer
 from paceline.strategies.reducers import LowRank
 from paceline.strategies.schedule import Every, Overlap
 
 
-def Average(every: Every | int | str = 500, average: Averaging | str = "mean") -> Local:  # noqa: N802
+def Average(  # noqa: N802
+    every: Every | int | str = 500, average: Averaging | str = "mean", guests: Guests | int | str = 0
+) -> Local:
     """Periodic parameter averaging: every so many steps, weights become the members' average.
 
     >>> Average(every=200, average="median").options["average"]
     'median'
     """
-    return Local(every=every, average=average)
+    return Local(every=every, average=average, guests=guests)
 
 
 def PostLocal(  # noqa: N802
@@ -39,9 +42,10 @@ def DiLoCo(  # noqa: N802
     overlap: Overlap | int | str = 0,
     warmup: int = 0,
     inner: AllReduce | str | None = "none",
+    guests: Guests | int | str = 0,
 ) -> Local:
     """Many local steps, commonly of AdamW, and Nesterov's momentum (rate 0.7, momentum 0.9) at each round."""
-    return Local(every=every, outer=outer, average=average, codec=codec, overlap=overlap, warmup=warmup, inner=inner)
+    return Local(every, outer, average, codec, overlap, warmup, inner, guests)
 
 
 def SparseLoCo(  # noqa: N802
@@ -51,8 +55,9 @@ def SparseLoCo(  # noqa: N802
     overlap: Overlap | int | str = 0,
     warmup: int = 0,
     inner: AllReduce | str | None = "none",
+    guests: Guests | int | str = 0,
 ) -> Local:
     """Of each 4096 differences the 64 largest travel, in two bits; what is unsaid decays, and takes the place of an
     outer momentum."""
     codec = f"topk({density}, values=2bit), decay=0.95"
-    return Local(every=every, average=average, codec=codec, overlap=overlap, warmup=warmup, inner=inner)
+    return Local(every, "none", average, codec, overlap, warmup, inner, guests)

@@ -22,6 +22,7 @@ from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedO
 from paceline.strategies.anchors import SKETCH, Anchors
 from paceline.strategies.averaging import Averaging, Seen
 from paceline.strategies.exchange import MEET, Alone, Exchange, Heard, Meeting, Note, Outcome
+from paceline.strategies.hosting import Guests, Hosting, share_of
 from paceline.strategies.movers import Movers
 from paceline.strategies.outer import Outer
 from paceline.strategies.reducers import Coder, Method, load
@@ -43,6 +44,7 @@ class Plan:
     method: Method
     feedback: bool | None = None
     decay: float = 1.0
+    guests: Guests
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,7 +52,7 @@ class Plan:
         codec = self.method.words
         codec += f", feedback={self.feedback}" if self.feedback is not None else ""
         codec += f", decay={self.decay}" if self.decay != 1.0 else ""
-        words = {name: getattr(self, name).words for name in ("every", "outer", "average", "overlap")}
+        words = {name: getattr(self, name).words for name in ("every", "outer", "average", "overlap", "guests")}
         return {**words, "codec": codec}
 
 
@@ -66,6 +68,7 @@ class Rounds:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.count = 0
         self.length = plan.every.least  # of the round under way
+        self.hosting = Hosting(plan.guests, world, plan.average) if plan.guests.most and not world.group.rank else None
         self.drift = 0.0  # of members from their mean in the last round, by the norm of the weights
         self._plan, self._world, self._cuts = plan, world, plan.overlap.cuts
         self._place = Place()
@@ -106,7 +109,7 @@ class Rounds:
     @property
     def idle(self) -> bool:
         """One member that takes the average as it is trains plainly."""
-        return self.alone and self._plan.outer.plain
+        return self.alone and self._plan.outer.plain and not self.hosting
 
     def adopt(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         """Parameters that are equal on all members."""
@@ -125,6 +128,8 @@ class Rounds:
             coder = Coder(plan.method, feedback=plan.feedback, seed=seed, tell=self._world.tell, combine=combine)
         near = sites.near if sites else None
         self.parts.append(Anchors(named, plan.outer, self._cuts, group, coder, plan.decay, near))
+        if self.hosting:
+            self.hosting.adopt(self.parts[-1])
 
     def reset(self) -> None:
         """All members are equal: rounds begin now."""
@@ -152,6 +157,8 @@ class Rounds:
             self._advance(place.next)
             if not place.left:
                 self._mix()
+        if self.hosting:
+            self.hosting.look(self.count)
 
     def together(self, *, end: bool) -> None:
         """Wait for all; at the end, close the round."""
@@ -191,6 +198,8 @@ class Rounds:
 
     def close(self) -> None:
         self._meeting.close()
+        if self.hosting:
+            self.hosting.close()
 
     # ---- one exchange
 
@@ -233,6 +242,7 @@ class Rounds:
             turn=world.tally.nominal,
             pace=world.pace,
             changed=tuple(changed),
+            guests=self.hosting.close_round(squares) if self.hosting else (0.0, 0.0),
         )
 
     def _begin(self, note: Note) -> None:
@@ -246,8 +256,10 @@ class Rounds:
         try:
             if sites:
                 weights = sites.fold(weights)
-            for part in self.parts:
-                part.carry(outcome.fragment, weights[self._group.rank])
+            share = share_of(outcome.notes, self._plan.average.words == "tokens")
+            for i, part in enumerate(self.parts):
+                add = self.hosting.add(i, share) if self.hosting and share else None
+                part.carry(outcome.fragment, weights[self._group.rank] * (1 - share), add)
             self.movers.carry(self._group, outcome.changed, weights, self._plan.average.combine)
         except Interrupted as error:
             for group in (sites.leaders, sites.near) if sites else ():
@@ -273,6 +285,8 @@ class Rounds:
         world.sent_bytes = self.sent_bytes
         if outcome.fragment != MEET:
             self._take_in(outcome)
+        if self.hosting:
+            self.hosting.settle(self.count, outcome.notes if outcome.fragment != MEET else None)
         return outcome
 
     def _take_in(self, outcome: Outcome) -> None:
@@ -280,6 +294,9 @@ class Rounds:
         last = fragment == self._cuts - 1
         if self.alone and last:
             self.movers.alone()
+        if self.alone and self.hosting and (share := share_of(notes, self._plan.average.words == "tokens")):
+            for i, part in enumerate(self.parts):
+                part.blend(1 - share, self.hosting.add(i, share))
         for part in self.parts:
             self._size += part.apply(fragment)
         self._spread += outcome.spread
@@ -398,7 +415,7 @@ class Rounds:
 
 def refuse_threads(rounds: Rounds | None) -> None:
     """Passes of threads that overlap would see weights change under their feet."""
-    if rounds and not rounds.alone:
+    if rounds and (not rounds.alone or rounds.hosting):
         raise ConfigError(
             "members that train apart change all weights at each round, under the feet of threads: use --strategy "
             "async or bounded, or several members in place of threads"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Never, Protocol, TypeVar
 
 import torch
@@ -110,6 +111,7 @@ class World:
         self.servers = tuple(servers)  # ranks of the run's server processes, which are in no group
         self.limit_s = limit_s
         self.tell = tell  # a line to the person who watches
+        self.directory: Path | None = None  # of the run
         self.seed = seed
         self.status = status or Status(None)
         self.tally = tally or Tally()

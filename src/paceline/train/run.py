@@ -93,6 +93,7 @@ class Run:
             late=late,
             site=site_of(labels, host),
         )
+        self._world.directory = directory
         self._team = team
         self._saver = Saver(
             directory / "checkpoints",
