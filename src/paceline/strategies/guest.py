@@ -6,32 +6,29 @@
               no link, or no bytes left in this hour (`allowance`): train on, and call later
     end       try to bring the rest, for a limited time
 
-It is a run of one with its own data and checkpoints. It dials the run (`paceline.strategies.hosting` is the other side)
-and is never dialled: it opens no port. Training waits while it calls, and every wait has a limit.
+It is a run of one with its own data and checkpoints. It dials the run (`hosting` is the other side) and is never
+dialled: it opens no port. Training waits while it calls, and every wait has a limit.
 """
 
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from paceline.core.errors import AuthError, ConfigError, Interrupted, TimedOut
+from paceline.core.errors import ConfigError
 from paceline.core.words import finite, whole
 from paceline.server.outside import calls as c
-from paceline.server.outside.calling import Calling, Where, call_bytes
+from paceline.server.outside.calling import Where
 from paceline.strategies.allowance import Allowance
-from paceline.strategies.exchange import Heard
 from paceline.strategies.hosting import digest
 from paceline.strategies.luggage import Luggage
 from paceline.strategies.replicas import names_of
 from paceline.strategies.strategy import World
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # between two calls, where the run is not reached
+from paceline.strategies.trips import Trips, Work
 
 
 class Guest:
@@ -65,10 +62,8 @@ class Guest:
         for name, value in (("wait_s", wait_s), ("last_s", last_s)):
             if not finite(value) or value < 0:
                 raise ConfigError(f"guest({name}={value!r}): seconds, 0 or more")
-        self._where = Where(at)
+        self._where, self._code = Where(at), c.make_weights_code(weights)
         self.every, self._wait_s, self._last_s = every, wait_s, last_s
-        self._code = c.make_weights_code(weights)
-        self._clock: Callable[[], float] = time.monotonic
         self.allowance = Allowance(bytes_per_hour)
         self.options = {
             "at": at,
@@ -80,23 +75,14 @@ class Guest:
             "last_s": last_s,
         }
         self.take(codec)
-        self.name = secrets.token_hex(8)
         self._world: World | None = None
-        self._named: dict[str, torch.nn.Parameter] = {}
-        self._frozen: dict[str, torch.Tensor] = {}  # and those that are trained
-        self._model = ""  # a digest of both
+        self._named: list[tuple[str, torch.nn.Parameter]] = []
+        self._all: dict[str, torch.nn.Parameter] = {}  # also those that are not trained
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._luggage: Luggage | None = None  # once training begins
-        self._saved: dict[str, Any] = {}
-        self._heard = Heard("tokens", 1)
-        self._steps = 0  # since the last difference
+        self._work = Work()
         self._due = every  # steps, when it calls
-        self._drawn = 0.0  # samples, then
-        self._calls_after = 0.0  # by the clock, where the run was not reached
-        self._failures = 0  # one after another
-        self._sparing = False  # the allowance has been mentioned
-        self.brought = self.calls = 0
-        self.brought_samples = 0.0
+        self.luggage: Luggage | None = None  # once training begins
+        self.trips: Trips | None = None
 
     def take(self, codec: str) -> None:
         """Send differences by this codec."""
@@ -108,17 +94,15 @@ class Guest:
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         if world.group.size > 1 or world.elastic:
             raise ConfigError("a guest trains alone: start it with -n 1; several guests are several runs")
-        if self._luggage:
+        if self.trips:
             raise ConfigError("a guest's parameters are known when it begins: call run.optimizer before the loop")
-        self._world, world.listen = world, self._heard
-        names = names_of(model)
-        known = {id(p) for p in self._named.values()}
-        number = len(self._optimizers)
+        self._world, world.listen = world, self._work.heard
+        names, known = names_of(model), {id(p) for _, p in self._named}
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if id(p) not in known and p.is_floating_point():
-                    self._named[f"{number}/{names.get(id(p), f'optimizer.{i}.{j}')}"] = p
-        self._frozen.update({names[id(p)]: p for p in model.parameters()})
+                    self._named.append((names.get(id(p), f"optimizer.{i}.{j}"), p))
+        self._all.update({names[id(p)]: p for p in model.parameters()})
         self._optimizers.append(optimizer)
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
@@ -132,15 +116,17 @@ class Guest:
         return True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is not self._optimizers[0]:
+        if optimizer is not self._optimizers[0] or not self.trips:
             return
-        self._steps += 1
-        if self._steps >= self._due and self._clock() >= self._calls_after and self._affords():
-            self._try_call(fetch=True)
+        self._work.steps += 1
+        if self._work.steps >= self._due and self.trips.allowed:
+            self.trips.attempt(wait_s=self._wait_s)
+            # Where it came too soon, or in vain, it does not ask at every step from now on.
+            self._due = self.every if not self._work.steps else self._work.steps + max(1, self.every // 4)
 
     def together(self, *, keep: bool = False, end: bool = False) -> None:
-        if end and self._luggage and self._owes:
-            self._bring_the_rest()
+        if end and self.trips:
+            self.trips.rest(self._last_s)
 
     @contextmanager
     def showing(self) -> Iterator[None]:
@@ -153,7 +139,7 @@ class Guest:
         raise ConfigError("a guest changes all weights when it calls, under the feet of threads: use one")
 
     def rest(self) -> None:
-        pass
+        pass  # nobody waits for it
 
     def wake(self) -> None:
         pass
@@ -168,218 +154,62 @@ class Guest:
         pass
 
     def own_state(self) -> dict[str, Any]:
-        if self._luggage is None:
+        if self._world is None or self.luggage is None or self.trips is None:
             return {}
         return {
-            "name": self.name,
-            "luggage": self._luggage.state(),
+            "luggage": self.luggage.state(),
             "allowance": self.allowance.state(),
-            "place": [self._steps, self._due, self._world.tally.drawn - self._drawn if self._world else 0.0],
-            "heard": self._heard.state(),
-            "told": [self.brought, self.brought_samples, self.calls],
+            "trips": self.trips.state(),
+            "work": self._work.state(self._world.tally),
+            "due": self._due,
         }
 
     def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Its own; that of another strategy is none: then it begins as a new guest."""
+        """Its own; where another strategy has saved, it begins as a new guest."""
         if not states or "luggage" not in states[0] or self._world is None:
             return
         state = states[0]
-        self._luggage = self._made()
-        self._luggage.load(state["luggage"], self._world.tell)
-        self.name = state["name"]
+        luggage, trips = self._make(self._world)
+        luggage.load(state["luggage"], self._world.tell)
+        trips.load(state["trips"])
         self.allowance.load(state["allowance"])
-        self._steps, self._due, seen = state["place"]
-        self._drawn = self._world.tally.drawn - seen
-        self._heard.load(state["heard"])
-        self.brought, self.brought_samples, self.calls = state["told"]
+        self._work.load(state["work"], self._world.tally)
+        self._due = int(state["due"])
 
     def readings(self) -> dict[str, Any]:
-        return {
-            "calls": self.calls,
-            "brought": self.brought,
-            "brought_samples": self.brought_samples,
-            "called_bytes": self.allowance.total,
-        }
+        trips = self.trips
+        if trips is None:
+            return {}
+        told = {"calls": trips.calls, "brought": trips.brought, "brought_samples": trips.brought_samples}
+        return {**told, "called_bytes": self.allowance.total}
 
     def close(self, *, failed: bool = False) -> None:
-        pass
+        pass  # no connection outlives a call
 
     # ---- inside
 
-    @property
-    def _now(self) -> tuple[World, Luggage]:
-        assert self._world is not None
-        assert self._luggage is not None
-        return self._world, self._luggage
-
-    def _made(self) -> Luggage:
-        trained = {id(p) for p in self._named.values()}
-        frozen = {name: p for name, p in self._frozen.items() if id(p) not in trained}
-        self._model = digest([(name.partition("/")[2], p) for name, p in self._named.items()], frozen)
-        luggage = Luggage(list(self._named.values()), self._codec, self._code)
-        self.allowance.check(call_bytes(luggage.up_bytes + luggage.down_bytes))
-        return luggage
-
     def _ready(self) -> None:
         """Training begins: with the run's weights, for which it waits."""
-        if self._luggage is not None or self._world is None:
+        if self.trips is not None or self._world is None:
             return
-        self._luggage, world = self._made(), self._world
-        before = world.status.what
-        world.status.set("waiting for the run's weights")
-        deadline, pause_s = time.monotonic() + world.limit_s, 0.2
-        while self._luggage.round < 0:
-            why = "it has no weights to give yet"
-            try:
-                self._call(fetch=True)
-            except AuthError:
-                raise
-            except Interrupted as error:
-                why = str(error)
-            if self._luggage.round >= 0:
-                break
-            if time.monotonic() + pause_s > deadline:
-                raise TimedOut(
-                    f"the run at {self._where.at} gave no weights to begin with for {world.limit_s:g} s "
-                    f"(--wait-limit-s): {why}"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 5.0)
-        self._drawn = world.tally.drawn
-        world.status.set(before)
+        _, trips = self._make(self._world)
+        before = self._world.status.what
+        self._world.status.set("waiting for the run's weights")
+        trips.begin()
+        self._world.status.set(before)
 
-    @property
-    def _owes(self) -> bool:
-        """Whether there is something to bring."""
-        _, luggage = self._now
-        return luggage.round >= 0 and bool(self._steps or luggage.sent or luggage.samples)
-
-    def _affords(self) -> bool:
-        _, luggage = self._now
-        wait_s = self.allowance.wait_s(call_bytes(luggage.up_bytes + luggage.down_bytes))
-        if wait_s and not self._sparing:
-            self._sparing = True
-            self._tell(
-                f"bytes_per_hour={self.allowance.bytes_per_hour:g} permits the next call in {wait_s / 60:.0f} minutes: "
-                "training goes on, with more steps between calls"
-            )
-        return not wait_s
-
-    def _try_call(self, *, fetch: bool) -> None:
-        """Call; where the run is not reached, say so once and try again later."""
-        try:
-            self._call(fetch=fetch)
-        except (Interrupted, AuthError) as error:  # another run may listen there by now
-            self._failures += 1
-            pause_s = min(_FIRST_PAUSE_S * 2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
-            self._calls_after = self._clock() + pause_s
-            if self._failures == 1:
-                self._tell(f"the run at {self._where.at} is not reached ({error}): training goes on, and calls later")
-            return
-        if self._failures:
-            self._tell(f"the run at {self._where.at} is reached again")
-        self._failures = 0
-
-    def _call(self, *, fetch: bool) -> None:
-        world, luggage = self._now
-        began, before = time.monotonic(), world.status.what
-        world.status.set("calling the run")
-        self.calls += 1
-        call = c.Call(guest=self.name, model=self._model, round=luggage.round)
-        made = False
-        try:
-            with Calling(self._where, call, self.allowance.spend) as calling:
-                made = self._bring(calling)
-                self._due = self._steps + self.every
-                if made or luggage.round < 0:
-                    wait_s = self._wait_s if made else 0.0
-                    came = calling.fetch(self._code, luggage.numels, luggage.round, wait_s) if fetch else None
-                    if came:
-                        luggage.arrive(*came)
-                        made = False
-        finally:
-            if made:
-                luggage.anchor_here()
-            world.waited_s += time.monotonic() - began
-            world.sent_bytes = self.allowance.total
-            world.status.set(before)
-
-    def _bring(self, calling: Calling) -> bool:
-        """Whether a difference was made, so that the next one must not say it again."""
-        world, luggage = self._now
-        reply = calling.reply
-        if luggage.sent:
-            self._settle(reply.taken >= luggage.sent.number)
-        elif reply.taken > luggage.number:
-            luggage.number = reply.taken
-            self._drop("it has brought more than its checkpoint knows")
-        if luggage.round < 0:
-            return False
-        if not luggage.sound:
-            for optimizer in self._optimizers:
-                optimizer.state.clear()
-            self._drop("its weights have become infinite or nan")
-        elif reply.stale:
-            self._drop(reply.why)
-        elif reply.takes and (self._steps or luggage.samples):
-            samples = world.tally.drawn - self._drawn or float(self._steps)  # where they are not run.loader's
-            sent = luggage.make(samples, self._heard.since(0)[0], world.seed)
-            self._start_counting()
-            thanks = calling.bring(
-                c.Bring(
-                    number=sent.number,
-                    round=luggage.round,
-                    samples=sent.samples,
-                    tokens=sent.tokens,
-                    codec=luggage.codec.words,
-                    sizes=sent.sizes,
-                ),
-                sent.data,
-            )
-            if thanks.stale:
-                self._drop(thanks.why)
-                return False
-            self._settle(thanks.taken)
-            return True
-        return False
-
-    def _settle(self, taken: bool) -> None:
-        _, luggage = self._now
-        if taken and luggage.sent:
-            self.brought += 1
-            self.brought_samples += luggage.sent.samples
-        luggage.settle(taken)
-
-    def _drop(self, why: str) -> None:
-        _, luggage = self._now
-        self._tell(f"what was learnt since round {luggage.round} is left out: {why}; it goes on with the run's weights")
-        luggage.drop()
-        self._start_counting()
-
-    def _start_counting(self) -> None:
-        world, _ = self._now
-        self._steps = 0
-        self._drawn = world.tally.drawn
-        self._heard.sent(0)
-
-    def _bring_the_rest(self) -> None:
-        """The last epoch is over."""
-        _, luggage = self._now
-        deadline, pause_s = time.monotonic() + self._last_s, 0.2
-        why = f"it was not reached within {self._last_s:g} s"
-        while self._owes:
-            wait_s = self.allowance.wait_s(call_bytes(luggage.up_bytes))
-            if wait_s > max(0.0, deadline - time.monotonic()):
-                why = f"bytes_per_hour={self.allowance.bytes_per_hour:g} permits no more now"
-                break
-            if not wait_s:
-                self._try_call(fetch=False)
-            if not self._owes or time.monotonic() + pause_s > deadline:
-                break
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 5.0)
-        if self._owes:
-            self._tell(f"what was learnt in the last {self._steps} steps was not brought to the run: {why}")
-
-    def _tell(self, line: str) -> None:
-        self._now[0].tell(line)
+    def _make(self, world: World) -> tuple[Luggage, Trips]:
+        trained = {id(p) for _, p in self._named}
+        frozen = {name: p for name, p in self._all.items() if id(p) not in trained}
+        self.luggage = luggage = Luggage([p for _, p in self._named], self._codec, self._code)
+        self.trips = trips = Trips(
+            self._where,
+            luggage,
+            self.allowance,
+            self._work,
+            world=world,
+            name=self.trips.name if self.trips else secrets.token_hex(8),
+            model=digest(self._named, frozen),
+        )
+        trips.optimizers = self._optimizers
+        return luggage, trips

@@ -40,7 +40,7 @@ class Guests:
     """Whether guests may call, and where.
 
     Args:
-        most: at a time; 0: none.
+        most: at a time, and in a round; 0: none.
         at: the address that the first member listens on; port 0: any that is free.
         oldest: rounds that a guest's weights may be old.
     """
@@ -95,7 +95,7 @@ class Hosting:
         self._parts: list[Anchors] = []
         self._frozen: dict[str, torch.Tensor] = {}
         self._lobby: Lobby | None = None
-        self._offers = Offers([], oldest=guests.oldest, tokens=self._tokens)
+        self._offers = Offers([], most=guests.most, oldest=guests.oldest, tokens=self._tokens)
         self._shelf = Shelf(self._weights)
 
     def adopt(self, part: Anchors) -> None:
@@ -171,7 +171,7 @@ class Hosting:
         trained = {id(p) for part in self._parts for p in part.parameters}
         frozen = {name: p for name, p in self._frozen.items() if id(p) not in trained}
         numels, before = [a.numel() for _, a in named], self._offers
-        self._offers = Offers(numels, oldest=self._guests.oldest, tokens=self._tokens)
+        self._offers = Offers(numels, most=self._guests.most, oldest=self._guests.oldest, tokens=self._tokens)
         self._offers.load(before.state())
         self._offers.settle(round, False)
         self._lobby = Lobby(

@@ -103,11 +103,37 @@ class Apart(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 0
     every: int = 0  # steps of the last one
     drift: float = 0.0  # members' distance from their mean then, by the norm of the weights
+    guests: int = 0  # that have brought something
+    guest_samples: float = 0.0
+    guest_rounds: int = 0  # that had something of theirs
+    refused: dict[str, int] = {}  # of what they brought, why and how often
 
     @property
     def line(self) -> str:
         plural = "s" if self.rounds != 1 else ""
-        return f"{self.rounds:,} round{plural}, now of {self.every:,} steps; members came {self.drift:.2g} apart"
+        words = f"{self.rounds:,} round{plural}, now of {self.every:,} steps; members came {self.drift:.2g} apart"
+        if self.guests:
+            plural = "s" if self.guests != 1 else ""
+            words += (
+                f"; {self.guests:,} guest{plural} brought {self.guest_samples:,.0f} samples, in {self.guest_rounds:,}"
+            )
+        if self.refused:
+            words += "; refused: " + ", ".join(f"{why} {count:,}" for why, count in self.refused.items())
+        return words
+
+
+class Called(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of a guest."""
+
+    calls: int = 0
+    brought: int = 0  # differences
+    samples: float = 0.0
+    nbytes: float = 0.0  # both ways
+
+    @property
+    def line(self) -> str:
+        what = f"{self.brought:,} times what {self.samples:,.0f} samples had taught"
+        return f"{self.calls:,} calls at the run brought {what}; {figures.size(self.nbytes)} went over the link"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +158,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     coded: Coded | None = None
     pushed: Pushed | None = None
     apart: Apart | None = None
+    called: Called | None = None
     members: tuple[Share, ...] = ()
     lost: tuple[Lost, ...] = ()
     views: Views | None = None  # of an elastic run whose members came or went
@@ -179,6 +206,7 @@ def summarise(end: Event, start: Event | None = None, views: Views | None = None
         coded=_coded(raw),
         pushed=_pushed(raw),
         apart=_apart(raw),
+        called=_called(raw),
         lost=lost,
         views=views,
     )
@@ -227,8 +255,27 @@ def _pushed(raw: list[Any]) -> Pushed | None:
 def _apart(raw: list[Any]) -> Apart | None:
     if not raw or not _amount(raw[0], "rounds"):
         return None
+    told = raw[0].get("guest_refusals")
+    refused = {figures.clean(why, 80): int(_amount(told, why)) for why in told} if isinstance(told, dict) else {}
     return Apart(
-        rounds=int(_amount(raw[0], "rounds")), every=int(_amount(raw[0], "every")), drift=_amount(raw[0], "drift")
+        rounds=int(_amount(raw[0], "rounds")),
+        every=int(_amount(raw[0], "every")),
+        drift=_amount(raw[0], "drift"),
+        guests=int(_amount(raw[0], "guests")),
+        guest_samples=_amount(raw[0], "guest_samples"),
+        guest_rounds=int(_amount(raw[0], "guest_rounds")),
+        refused=refused,
+    )
+
+
+def _called(raw: list[Any]) -> Called | None:
+    if not raw or not _amount(raw[0], "calls"):
+        return None
+    return Called(
+        calls=int(_amount(raw[0], "calls")),
+        brought=int(_amount(raw[0], "brought")),
+        samples=_amount(raw[0], "brought_samples"),
+        nbytes=_amount(raw[0], "called_bytes"),
     )
 
 
@@ -274,6 +321,8 @@ def table(summary: Summary) -> RenderableType:
         parts += ["", Text(summary.pushed.line)]
     if summary.apart:
         parts += ["", Text(summary.apart.line)]
+    if summary.called:
+        parts += ["", Text(summary.called.line)]
     if summary.coded:
         parts += ["", Text("codec " + summary.coded.line)]
     if summary.advice:

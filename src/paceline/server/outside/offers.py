@@ -2,9 +2,10 @@
 
     Σ = Σⱼ mⱼ·dⱼ,   mⱼ = min(samplesⱼ / (1 + ageⱼ), samples of a mean member in the last round)
 
-A guest brings one difference a round at most, of weights that are at most `oldest` rounds old. It is decoded parameter
-by parameter: once to see that it is finite and not much longer than the members' own, then into the sum. While a round
-is being held (`close` to `settle`) newcomers wait: what the first member has told the others of the sum stays true.
+A guest brings one difference a round at most, of weights that are at most `oldest` rounds old, and a round takes those
+of so many guests as may call at a time. It is decoded parameter by parameter: once to see that it is finite and not
+much longer than the members' own, then into the sum. While a round is being held (`close` to `settle`) newcomers wait:
+what the first member has told the others of the sum stays true.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ class Story:
 
 
 class Offers:
-    """For parameters of these numbers of elements. `tokens`: these weigh, not samples."""
+    """For parameters of these numbers of elements, from at most so many guests a round. `tokens`: these weigh, not
+    samples."""
 
-    def __init__(self, numels: Sequence[int], *, oldest: int, tokens: bool) -> None:
+    def __init__(self, numels: Sequence[int], *, most: int, oldest: int, tokens: bool) -> None:
         self._numels = list(numels)
-        self._oldest, self._tokens = oldest, tokens
+        self._most, self._oldest, self._tokens = most, oldest, tokens
         self._changed = threading.Condition()
         self._closed = False
         self._round = 0
@@ -112,6 +114,8 @@ class Offers:
             return True, f"it is {age} rounds old, and {self._oldest} are taken at most"
         if guest in self._pending:
             return False, "one of its differences is in this round already"
+        if len(self._pending) >= self._most:
+            return False, f"this round has what {self._most} guests have brought, and takes no more"
         return False, ""
 
     def _taken(self, guest: str) -> int:
