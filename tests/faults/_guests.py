@@ -27,7 +27,7 @@ stop, step_s, width, epochs = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int
 torch.manual_seed(0)
 run = paceline.join()
 model = torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
-optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.3 / width), model)
 x = torch.randn(80 * run.size, 16)
 loader = run.loader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).tanh()), batch_size=8)
 for epoch in run.epochs(epochs):

@@ -14,7 +14,8 @@ from paceline.server.outside.calls import TOKEN
 from paceline.testing.hosts import Hosts
 from tests.faults._guests import free_port, party
 
-LONG = 100_000  # epochs: until it is stopped
+LONG = 1500  # epochs: until it is stopped
+NONE = ["--checkpoint-keep", "0"]
 
 
 @pytest.mark.slow
@@ -22,7 +23,7 @@ def test_two_members_and_a_guest(tmp_path: Path) -> None:
     with party(tmp_path) as made:
         port = free_port()
         words = f"diloco(every=5, guests=guests(2, at='127.0.0.1:{port}'))"
-        run = made.run("run", words, n=2, epochs=60)
+        run = made.run("run", words, n=2, epochs=LONG, more=NONE)
         made.until(lambda: "guests are let in" in made.said("run"), "the run's door")
         at = str(tmp_path / "runs" / "run" / "guests.json")
         assert (os.stat(at).st_mode & 0o777) == 0o600
@@ -98,13 +99,13 @@ def test_a_phone(tmp_path: Path) -> None:
 
         on(0)
         at = f"{hosts.ips[0]}:7000"
-        run = made.run("run", f"diloco(every=20, guests=guests(4, at='{at}', oldest=100))", n=2, epochs=LONG)
+        run = made.run("run", f"diloco(every=20, guests=guests(4, at='{at}', oldest=100))", n=2, epochs=LONG, more=NONE)
         made.until(lambda: "guests are let in" in made.said("run"), "the run's door")
         token = json.loads((tmp_path / "runs" / "run" / "guests.json").read_text())["token"]
         on(1)
         limited = ["sh", "-c", f'ulimit -d {_MEMORY_KB}; exec "$@"', "sh"]
         words = f"guest('{at}', every=20, bytes_per_hour=40e6, last_s=60)"
-        guest = made.run("guest", words, n=1, epochs=LONG, before=limited, **{TOKEN: token})
+        guest = made.run("guest", words, n=1, epochs=LONG, more=NONE, before=limited, **{TOKEN: token})
         looks = {True: [0, 0], False: [0, 0]}  # while it calls, and while it does not: looks, steps of the members
 
         def watch() -> None:

@@ -59,9 +59,9 @@ class Guest:
     ) -> None:
         if not whole(every) or every < 1:
             raise ConfigError(f"guest(every={every!r}): a whole number of steps is needed, such as 50")
-        for name, value in (("wait_s", wait_s), ("last_s", last_s)):
-            if not finite(value) or value < 0:
-                raise ConfigError(f"guest({name}={value!r}): seconds, 0 or more")
+        for name, value, most in (("wait_s", wait_s, 240.0), ("last_s", last_s, 86400.0)):
+            if not finite(value) or not 0 <= value <= most:
+                raise ConfigError(f"guest({name}={value!r}): seconds, from 0 to {most:g}")
         self._where, self._code = Where(at), c.make_weights_code(weights)
         self.every, self._wait_s, self._last_s = every, wait_s, last_s
         self.allowance = Allowance(bytes_per_hour)

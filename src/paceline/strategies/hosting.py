@@ -88,8 +88,6 @@ class Hosting:
     """The first member's part in it. The lobby is opened at the first step, when all parameters are known."""
 
     def __init__(self, guests: Guests, world: World, average: Averaging) -> None:
-        if world.elastic:
-            raise ConfigError("guests call the first member, which must stay: give one number of members (-n 4)")
         self._guests, self._world = guests, world
         self._tokens = average.words == "tokens"
         self._parts: list[Anchors] = []
@@ -184,6 +182,13 @@ class Hosting:
             directory=self._world.directory,
         )
         self._world.tell(self._lobby.line)
+
+
+def make_hosting(guests: Guests, world: World, average: Averaging) -> Hosting | None:
+    """By all members: the first one's; None on the others, and where there are no guests."""
+    if guests.most and world.elastic:
+        raise ConfigError("guests call the first member, which must stay: give one number of members (-n 4)")
+    return Hosting(guests, world, average) if guests.most and not world.group.rank else None
 
 
 def share_of(notes: Sequence[Note], tokens: bool) -> float:

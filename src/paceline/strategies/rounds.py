@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedO
 from paceline.strategies.anchors import SKETCH, Anchors
 from paceline.strategies.averaging import Averaging, Seen
 from paceline.strategies.exchange import MEET, Alone, Exchange, Heard, Meeting, Note, Outcome
-from paceline.strategies.hosting import Guests, Hosting, share_of
+from paceline.strategies.hosting import Guests, make_hosting, share_of
 from paceline.strategies.movers import Movers
 from paceline.strategies.outer import Outer
 from paceline.strategies.reducers import Coder, Method, load
@@ -68,7 +68,7 @@ class Rounds:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.count = 0
         self.length = plan.every.least  # of the round under way
-        self.hosting = Hosting(plan.guests, world, plan.average) if plan.guests.most and not world.group.rank else None
+        self.hosting = make_hosting(plan.guests, world, plan.average)
         self.drift = 0.0  # of members from their mean in the last round, by the norm of the weights
         self._plan, self._world, self._cuts = plan, world, plan.overlap.cuts
         self._place = Place()

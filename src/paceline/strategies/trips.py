@@ -158,7 +158,7 @@ class Trips:
         self.calls += 1
         call = c.Call(guest=self.name, model=self._model, round=luggage.round)
         number = luggage.number
-        came = None
+        calling, came = None, None
         try:
             with Calling(self._where, call, self._allowance.spend) as calling:
                 self._bring(calling)
@@ -172,7 +172,7 @@ class Trips:
             if luggage.number > number and luggage.round >= 0 and not came:
                 luggage.anchor_here()  # the next difference must not say it again
             world.waited_s += time.monotonic() - began
-            world.sent_bytes = self._allowance.total
+            world.sent_bytes += calling.sent_bytes if calling else 0
             world.status.set(before)
 
     def _bring(self, calling: Calling) -> None:

@@ -22,6 +22,7 @@ from paceline.transport.channel import Channel, connect
 _CONNECT_S = 20.0
 _SILENT_S = 60.0  # of the run, at any moment
 CALL_BYTES = 8192  # that a call takes besides its payloads: TLS, the words, the sizes
+_TRY_BYTES = 512  # where nobody answers
 _HEADERS = 1.04  # of packets, by what they carry
 
 
@@ -44,17 +45,16 @@ class Where:
         path = Path(self.at)
         note = read_note(path / FILE if path.is_dir() else path)
         if note is None:
-            raise ConfigError(f"guest(at={self.at!r}): there is no such file: copy the run's {FILE} there")
+            raise Interrupted(f"guest(at={self.at!r}): there is no such file: copy the run's {FILE} there")
         return note.address, os.environ.get(c.TOKEN, "") or note.token
 
 
 class Calling:
-    """One call. A context manager; `nbytes` counts what went over the link, about."""
+    """One call. A context manager; `spent` is told what goes over the link, about."""
 
     def __init__(self, where: Where, call: c.Call, spent: Callable[[int], object]) -> None:
         address, token = where.find()
-        self._spent = spent
-        self._channel: Channel | None = None
+        spent(_TRY_BYTES)
         try:
             self._channel = channel = connect(address, token, _CONNECT_S, patient=False)
         except AuthError as error:
@@ -62,9 +62,8 @@ class Calling:
                 f"the token is not that of the run at {address}, or another program listens there: take the one in "
                 f"its {FILE} ({error})"
             ) from None
-        finally:
-            spent(CALL_BYTES)
-        self._told = 0
+        self._spent, self._told = spent, 0
+        spent(CALL_BYTES - _TRY_BYTES)
         channel.name = f"the run at {address}"
         channel.max_message_bytes = c.MAX_CALL_BYTES
         channel.send_limit_s = _SILENT_S
@@ -100,10 +99,13 @@ class Calling:
             _pieces(bytes_of(data), lambda piece: channel.recv_raw_into(piece, _SILENT_S))
             return parcel.round, parcel.sizes, data
 
+    @property
+    def sent_bytes(self) -> int:
+        return self._channel.sent_bytes
+
     def close(self) -> None:
-        if self._channel:
-            self._tell_spent(self._channel)
-            self._channel.close()
+        self._tell_spent()
+        self._channel.close()
 
     def __enter__(self) -> Calling:
         return self
@@ -113,14 +115,13 @@ class Calling:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[Channel]:
-        assert self._channel is not None
         try:
             yield self._channel
         finally:
-            self._tell_spent(self._channel)
+            self._tell_spent()
 
-    def _tell_spent(self, channel: Channel) -> None:
-        total = channel.sent_bytes + channel.received_bytes
+    def _tell_spent(self) -> None:
+        total = self._channel.sent_bytes + self._channel.received_bytes
         self._spent(round((total - self._told) * _HEADERS))
         self._told = total
 
@@ -133,6 +134,3 @@ def call_bytes(payloads: int) -> int:
 def _pieces(view: memoryview, move: Callable[[memoryview], object]) -> None:
     for start in range(0, len(view), 1 << 16):
         move(view[start : start + (1 << 16)])
-
-
-__all__ = ["Calling", "Interrupted", "Where", "call_bytes"]

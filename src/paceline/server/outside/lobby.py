@@ -35,6 +35,7 @@ _SILENT_S = 60.0  # after which one who does not speak, or read, is gone
 _SLOWEST = 2e3  # bytes per second
 _PIECE_BYTES = 1 << 16
 _LONGEST_S = 10.0  # that a guest is kept waiting for weights
+_LINES, _NAMES = 8, 64  # that are told at once, and of guests in all
 _LINGERS_S = 300.0  # in all, besides what its bytes take
 
 
@@ -72,6 +73,7 @@ class Lobby:
         self._lock = threading.Lock()
         self._here: set[Channel] = set()
         self._said: list[str] = []
+        self._known: set[str] = set()  # guests that were mentioned
         self._closed = False
         self._listener.hand_to(self._visit)
 
@@ -164,8 +166,13 @@ class Lobby:
         spent = _slowly(bytes_of(data), lambda piece: channel.recv_raw_into(piece, _SILENT_S))
         thanks = self._offers.bring(guest, bring, data)
         with self._lock:
-            if thanks.stale and len(self._said) < 8:
+            if thanks.stale and len(self._said) < _LINES:
                 self._said.append(f"what guest {guest[:8]} brought is left out: {thanks.why}")
+            elif thanks.taken and guest not in self._known and len(self._known) < _NAMES:
+                self._known.add(guest)
+                self._said.append(
+                    f"guest {guest[:8]} has brought its first difference, of {bring.samples:,.0f} samples"
+                )
         channel.send(c.encode(thanks))
         return spent
 
