@@ -149,14 +149,16 @@ def test_one_member_and_a_guest_equal_two_members(words: str, hosts: Callable[..
     assert host.strategy.readings()["guest_samples"] == 3 * 4 * SAMPLES
 
 
-def test_members_end_a_round_with_the_same_weights_and_the_guests_are_in_them() -> None:
-    """Through the members' codec too; a guest that has trained less weighs less."""
+@pytest.mark.parametrize("inner", ["none", "allreduce"])
+def test_members_end_a_round_with_the_same_weights_and_the_guests_are_in_them(inner: str) -> None:
+    """Through the members' codec too, and from site to site; a guest that has trained less weighs less."""
     at: list[str] = []
-    met = threading.Barrier(3)
+    sites = ["a", "b"] if inner == "none" else ["a", "a", "b"]
+    met = threading.Barrier(len(sites) + 1)
 
     def member(group: Group) -> tuple[torch.Tensor, float]:
-        words = "local(every=4, average=samples, codec=quantize(8), guests=2)"
-        with closing(Host(words, group=group, seat=group.rank)) as host:
+        words = f"local(every=4, average=samples, codec=quantize(8), inner={inner}, guests=2)"
+        with closing(Host(words, group=group, seat=group.rank, site=sites[group.rank])) as host:
             host.train(1)
             if group.rank == 0:
                 at.append(host.hosting.address)
@@ -176,10 +178,12 @@ def test_members_end_a_round_with_the_same_weights_and_the_guests_are_in_them() 
         met.wait(20)
 
     thread = beside(guest)
-    (first, samples), (second, _) = together(2, member, hosts=["a", "b"])
+    (first, samples), *others = together(len(sites), member, hosts=sites)
     thread.join(20)
-    assert torch.equal(first, second)
+    assert all(torch.equal(first, other) for other, _ in others)
     assert samples == 2 * SAMPLES
+    if inner != "none":
+        return
 
     def trained(seat: int, steps: int) -> torch.Tensor:
         with closing(Seated(solo(), make_strategy("local(every=9)"), net(), seat=seat)) as member:
