@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,11 @@ class MapFeed:
         self.course, self.reader = course, MapReader(fetch, course, pad)
 
     @property
+    def over(self) -> bool:
+        """Whether all of this member's batches were handed out."""
+        return not self.dealt and self.course.done >= self.course.batches
+
+    @property
     def dealt(self) -> bool:
         """Whether members are lent batches as they ask."""
         return isinstance(self.course, DealtCourse)
@@ -84,5 +89,6 @@ class MapFeed:
         """The place up to which batches were handed out; `state` tells what it means."""
         return self.course.done
 
-    def state(self, at: int) -> dict[str, Any]:
+    def state(self, at: int | Sequence[int]) -> dict[str, Any]:
+        """`at`: a place that all members have come to, or each one's own."""
         return {"consumed": self.course.consumed(at), "history": self.course.history(at)}

@@ -34,11 +34,13 @@ from paceline.codecs import Codec
 from paceline.core.errors import ConfigError
 from paceline.core.words import finite, split, whole
 from paceline.strategies.allreduce import FEEDBACK, AllReduce, check_feedback
+from paceline.strategies.attending import Attending
 from paceline.strategies.averaging import Averaging, make_average
 from paceline.strategies.outer import Make, Outer, make_outer
 from paceline.strategies.reducers import Auto, LowRank, Method
 from paceline.strategies.replicas import make_equal, names_of
-from paceline.strategies.rounds import Plan, Rounds, refuse_threads
+from paceline.strategies.plan import Plan
+from paceline.strategies.rounds import Rounds, refuse_threads
 from paceline.strategies.schedule import Every, Overlap, make_every, make_overlap
 from paceline.strategies.sites import Sites, inner_words, make_inner
 from paceline.strategies.strategy import World
@@ -94,6 +96,8 @@ class Local:
         self._steps = 0  # until they do
         self._world: World | None = None
         self._rounds: Rounds | None = None
+        self._attending: Attending | None = None  # where members come and go
+        self._shown = False  # models hold what the run has agreed on
         self._models: list[torch.nn.Module] = []  # each once
         self._pairs: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
         self._owned: set[int] = set()  # ids of parameters
@@ -147,6 +151,8 @@ class Local:
             self._sites = Sites(world) if self._inner else None
             self._rounds = Rounds(self.plan, world, self._sites)
             self._say_of_sites(world)
+            if world.elastic:
+                self._attending = Attending(self._rounds, world)
         new = not any(m is model for m in self._models)
         if self._warm:
             self._warm.attach(model, optimizer, world)
@@ -192,25 +198,29 @@ class Local:
                 self._waited_s = self._sites.inside.waited
                 world.sent_bytes = rounds.sent_bytes
             rounds.stepped()
+            if world.elastic and rounds.due:
+                self.attend()
             return
         self._steps += 1
         if self._steps >= self.warmup:
             self._part(rounds)
 
     def together(self, *, keep: bool = False, end: bool = False) -> None:
-        if self._rounds and not self._warm:
+        if self._rounds and not self._warm and not self._rounds.elastic:
             self._rounds.together(end=end)
 
     @contextmanager
     def showing(self) -> Iterator[None]:
-        rounds = None if self._warm else self._rounds
+        rounds = None if self._warm or self._shown else self._rounds
         if rounds:
             rounds.show()
+            self._shown = True
         try:
             yield
         finally:
             if rounds:
                 rounds.hide()
+                self._shown = False
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         if self._sums:
@@ -227,7 +237,54 @@ class Local:
         pass  # it never rests
 
     def regroup(self) -> None:
-        raise ConfigError("members that train apart cannot come and go yet: start them with -n N")
+        if self._rounds:
+            self._rounds.unform()
+
+    # ---- where members come and go
+
+    def attend(self) -> None:
+        """Hold a round, or have its outcome from others who did; see `attending`."""
+        assert self._attending is not None
+        self._attending.attend()
+
+    def work(self) -> dict[str, Any]:
+        """What this member has learnt since the last round that it was in."""
+        rounds = self._now[1]
+        if self._shown:
+            rounds.hide()
+        work = rounds.work()
+        if self._shown:
+            rounds.show()
+        return work
+
+    def take_over(self, work: Mapping[str, Any] | None, *, included: bool) -> None:
+        """Go on from what was loaded, which others have agreed on: with this member's part in it, or without."""
+        rounds = self._now[1]
+        rounds.take_over(work)
+        if self._attending:
+            self._attending.end(counted=included)
+        if self._shown:
+            rounds.show()
+
+    @property
+    def rounds(self) -> int:
+        """So many were held."""
+        return self._rounds.count if self._rounds else 0
+
+    def refuse_elastic(self) -> None:
+        """Say what of this is not for members that come and go."""
+        for what, asked in (
+            (f"warmup={self.warmup}", self.warmup > 0),
+            (f"inner={self._inner_words}", self._inner is not None),
+            (f"overlap={self.plan.overlap.words}", self.plan.overlap.steps > 0),
+        ):
+            if asked:
+                raise ConfigError(
+                    f"-n MIN:MAX does not go with {what}: members that come and go do so between whole rounds of steps "
+                    f"that each takes alone; leave {what.partition('=')[0]} out, or give one number (-n 4)"
+                )
+
+    # ---- state
 
     def state_dict(self) -> dict[str, Any]:
         return {

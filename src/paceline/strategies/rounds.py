@@ -13,45 +13,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.strategies.anchors import SKETCH, Anchors
-from paceline.strategies.averaging import Averaging, Seen
+from paceline.strategies.averaging import Seen
 from paceline.strategies.exchange import MEET, Alone, Exchange, Heard, Meeting, Note, Outcome
 from paceline.strategies.movers import Movers
-from paceline.strategies.outer import Outer
-from paceline.strategies.reducers import Coder, Method, load
-from paceline.strategies.schedule import Every, Overlap, Place
+from paceline.strategies.plan import Plan
+from paceline.strategies.reducers import Coder, load
+from paceline.strategies.schedule import Place
 from paceline.strategies.sites import Sites
-from paceline.strategies.strategy import World
+from paceline.strategies.strategy import Stand, World
 from paceline.strategies.unsaid import handed_on, tell_lost
 from paceline.transport.group import Group
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What the user has asked for."""
-
-    every: Every
-    outer: Outer
-    average: Averaging
-    overlap: Overlap
-    method: Method
-    feedback: bool | None = None
-    decay: float = 1.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """In words, as a user would give them."""
-        codec = self.method.words
-        codec += f", feedback={self.feedback}" if self.feedback is not None else ""
-        codec += f", decay={self.decay}" if self.decay != 1.0 else ""
-        words = {name: getattr(self, name).words for name in ("every", "outer", "average", "overlap")}
-        return {**words, "codec": codec}
 
 
 class Rounds:
@@ -72,28 +50,52 @@ class Rounds:
         self._drawn = [0.0] * self._cuts  # samples, when each fragment was sent
         self._spread = self._size = 0.0  # squares, of the fragments of this round so far
         self._under = False  # an exchange is
+        self._sent_before = 0  # bytes, with groups that are gone
+        self._told_bytes = 0  # to the world
         self._saved: dict[str, Any] = {}  # by all alike, until models and optimizers are loaded
         self._sites = sites
         self._group: Group | None = None  # for our exchanges alone; None: there is one member, or one site
         self._meeting: Meeting = Alone(plan.average)
+        self.formed = False  # with the group that the world has now
         size = sites.count if sites else world.group.size
-        plan.average.check(size)
-        if size > 1:
-            self._group = world.group.subgroup(range(world.group.size))
-            assert self._group is not None
-            self._group.barrier()  # what it stands on is made here, not in the thread of the exchange
-            self._group.all_gather(torch.zeros(1))
-            self._meeting = Exchange(self._group, plan.average, self._carry)
-        elif plan.method.codec:
-            one = "site" if sites and world.group.size > 1 else "member"
-            world.tell(f"codec {plan.method.words} has no effect: this run has one {one}")
+        if not world.elastic:
+            plan.average.check(size)
+            self.form()
+            if size == 1 and plan.method.codec:
+                one = "site" if sites and world.group.size > 1 else "member"
+                world.tell(f"codec {plan.method.words} has no effect: this run has one {one}")
         self._heard = Heard(plan.average.hears, self._cuts) if plan.average.hears else None
         if self._heard:
             world.listen = self._heard
 
+    def form(self) -> None:
+        """Exchange with the group that the world has now; by all of its members together."""
+        world, average = self._world, self._plan.average
+        if (self._sites.count if self._sites else world.group.size) > 1:
+            self._group = world.group.subgroup(range(world.group.size))
+            assert self._group is not None
+            self._group.barrier()  # what it stands on is made here, not in the thread of the exchange
+            self._group.all_gather(torch.zeros(1))
+            self._meeting = Exchange(self._group, average, self._carry, uneven=world.elastic)
+        for part in self.parts:
+            part.lay_out(self._group)
+        self.formed = True
+
+    def unform(self) -> None:
+        """The world has another group."""
+        self._meeting.close()
+        for part in self.parts:
+            part.let_go()
+        self._sent_before = self.sent_bytes
+        self._group, self._meeting, self.formed, self._under = None, Alone(self._plan.average), False, False
+
     @property
     def _held(self) -> list[Anchors | Movers]:
         return [*self.parts, self.movers]
+
+    @property
+    def elastic(self) -> bool:
+        return self._world.elastic
 
     @property
     def alone(self) -> bool:
@@ -101,12 +103,13 @@ class Rounds:
 
     @property
     def sent_bytes(self) -> int:
-        return (self._group.sent_bytes if self._group else 0) + (self._sites.sent_bytes if self._sites else 0)
+        sent = self._sent_before + (self._group.sent_bytes if self._group else 0)
+        return sent + (self._sites.sent_bytes if self._sites else 0)
 
     @property
     def idle(self) -> bool:
         """One member that takes the average as it is trains plainly."""
-        return self.alone and self._plan.outer.plain
+        return self.alone and self._plan.outer.plain and not self._world.elastic
 
     def adopt(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         """Parameters that are equal on all members."""
@@ -116,9 +119,11 @@ class Rounds:
         if self._under:
             self._collect()  # of those that were there when it was sent
         plan, coder = self._plan, None
+        if self._world.elastic and self.formed:
+            self.unform()  # there is room for them in the next round
         sites = self._sites if self._group else None
         group = sites.leaders if sites else self._group
-        if group and (plan.method.codec or plan.average.combine):
+        if (group or self._world.elastic) and (plan.method.codec or plan.average.combine):
             for device in {p.device for _, p in named}:
                 load(plan.method, device)
             seed, combine = self._world.seed * 1009 + len(self.parts), plan.average.combine
@@ -142,6 +147,8 @@ class Rounds:
         place = self._place
         place.since += 1
         place.moved += 1
+        if self._world.elastic:  # see `attending`
+            return
         if place.arriving >= 0:
             place.left -= 1
             if place.left <= 0:
@@ -179,6 +186,25 @@ class Rounds:
                 self._mix(1.0)
             place.moved = 0
             self.length, self.drift = schedule
+
+    @property
+    def due(self) -> bool:
+        return self._place.since >= self.length
+
+    def hold(self, stand: Stand) -> Outcome:
+        """One round, with whoever is in the group; Interrupted where it comes to nothing."""
+        if not self.formed:
+            self.form()
+        self._begin(self._note(0)._replace(stand=stand))
+        outcome = self._collect()
+        self._place.arriving = 0
+        self._mix(1.0)
+        self._advance(0)
+        return outcome
+
+    def skip(self) -> None:
+        """The others have held a round without this member, who trains on for as long again."""
+        self._place.since = 0
 
     def show(self) -> None:
         """Put what the run has agreed on in the place of what this member has."""
@@ -270,7 +296,8 @@ class Rounds:
             raise late from None
         finally:
             world.waited_s += time.monotonic() - began
-        world.sent_bytes = self.sent_bytes
+        world.sent_bytes += self.sent_bytes - self._told_bytes
+        self._told_bytes = self.sent_bytes
         if outcome.fragment != MEET:
             self._take_in(outcome)
         return outcome
@@ -284,7 +311,9 @@ class Rounds:
             self._size += part.apply(fragment)
         self._spread += outcome.spread
         # A checkpoint is taken before everyone's next batch, which has to be the same one.
-        if all(note.fragment != MEET and note.turn == notes[0].turn for note in notes):
+        # Where members come and go, a round is where everything is the same anyway; at the end of an epoch one follows.
+        same = all(note.fragment != MEET and note.turn == notes[0].turn for note in notes)
+        if not all(note.stand.out for note in notes) if world.elastic else same:
             world.granted = world.granted or (len(notes) == world.group.size and any(note.wish for note in notes))
         world.paces = [] if self.alone else [number for note in notes for number in note.pace]
         if last:
@@ -326,6 +355,35 @@ class Rounds:
         place.arriving = -1
         place.moved = 0 if self._cuts == 1 and merge == 1.0 else place.moved
 
+    # ---- where members come and go
+
+    def work(self) -> dict[str, Any]:
+        """What this member has learnt and seen since the last round that it was in."""
+        return {
+            "differences": [part.work() for part in self.parts],
+            "buffers": self.movers.state(),
+            "moved": self._place.moved,
+            "drawn": list(self._drawn),
+            "heard": self._heard.state() if self._heard else [],
+        }
+
+    def take_over(self, work: Mapping[str, Any] | None) -> None:
+        """Models and `load_common` hold what others have agreed on meanwhile: go on from there, with this member's
+        own work on top, if it has any."""
+        saved, self._saved = self._saved, {}
+        self.reset()
+        for part, common in zip(self.parts, saved["parts"]):
+            part.load_common(common)
+        self.count, self.length, self.drift, self._spread, self._size = saved["round"]
+        self._place = Place(since=saved["place"][0])
+        if work:
+            for part, differences in zip(self.parts, work["differences"]):
+                part.put_work(differences)
+            self.movers.load(work["buffers"])
+            self._place.moved, self._drawn = work["moved"], work["drawn"]
+            if self._heard:
+                self._heard.load(work["heard"])
+
     # ---- state: what all members have alike, and this member's own
 
     def common(self) -> dict[str, Any]:
@@ -343,14 +401,15 @@ class Rounds:
     def state(self) -> dict[str, Any]:
         """The first member's optimizers are the run's, and saved as such."""
         first = self._world.group.rank == 0
+        elastic = self._world.elastic  # as of the last round: what was drawn since then will be drawn again
         return {
-            "place": list(astuple(self._place)),
-            "weights": [part.weights() for part in self.parts],
-            "buffers": self.movers.state(),
+            "place": list(astuple(Place() if elastic else self._place)),
+            "weights": [] if elastic else [part.weights() for part in self.parts],
+            "buffers": {"coming": torch.zeros(0, dtype=torch.int64)} if elastic else self.movers.state(),
             "optimizers": [] if first else [optimizer.state_dict()["state"] for optimizer in self.optimizers],
             "coders": [part.coder.state() for part in self.parts if part.coder],
-            "seen": [self._world.tally.drawn - drawn for drawn in self._drawn],
-            "heard": self._heard.state() if self._heard else [],
+            "seen": [0.0 if elastic else self._world.tally.drawn - drawn for drawn in self._drawn],
+            "heard": self._heard.state() if self._heard and not elastic else [],
         }
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -368,6 +427,10 @@ class Rounds:
             self._world.tell("what members that are gone had learnt since the last round is left out")
         if self.idle:
             return
+        if self._world.elastic:
+            self._place = Place()
+            self._load_optimizers(states)
+            return
         if not states:  # a member that the saved run did not have: it begins where the first one is
             first = Place(*saved["place"]) if goes_on else Place()
             self._place = Place(since=first.since, next=first.next)
@@ -377,20 +440,24 @@ class Rounds:
         for part, weights in zip(self.parts, mine["weights"]):
             part.load_weights(weights)
         self.movers.load(mine["buffers"])
-        for optimizer, state in zip(self.optimizers, mine["optimizers"]):
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        self._load_optimizers(states)
         if goes_on:
             self._drawn = [self._world.tally.drawn - seen for seen in mine["seen"]]
             if self._heard:
                 self._heard.load(mine["heard"])
 
+    def _load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states[0]["optimizers"] if states else ()):
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
     def _load_unsaid(self, states: Sequence[Mapping[str, Any]]) -> None:
         """By all members: those for whom another one encodes now hand it on."""
         coders = [part.coder for part in self.parts if part.coder]
         kept = [state["coders"] for state in states if state["coders"]]
-        if self.alone or not (self._plan.method.codec or self._plan.average.combine):
+        coded = bool(self._plan.method.codec or self._plan.average.combine)
+        if not coded or (self.alone and not self._world.elastic):
             tell_lost(kept, self._world)
-        elif not self._plan.average.combine:
+        elif not self._plan.average.combine and not self._world.elastic:
             kept = handed_on(kept, self._world.group, self._sites.speakers if self._sites else None)
         for i, coder in enumerate(coders):
             coder.load([each[i] for each in kept if len(each) > i])

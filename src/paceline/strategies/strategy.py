@@ -83,6 +83,33 @@ class Pass(NamedTuple):
     leases: Mapping[str, Sequence[int]] = {}  # see World.leases
 
 
+class Stand(NamedTuple):
+    """Where a member stands in the run, where members come and go."""
+
+    step: int = 0
+    move: bool = False  # it has heard of a view that all are to go to after this round
+    out: bool = False  # it has no more batches, as the epoch is divided now
+    seat: int = -1  # its place in that division; -1: none
+    drawn: tuple[int, ...] = ()  # batches since then, of each loader
+
+
+class Commits(Protocol):
+    """What a run does around rounds, where members that train apart come and go: see `paceline.train.apart`."""
+
+    def gather(self, count: int) -> bool:
+        """This member comes to round `count`: wait until there are enough; False: the others go on without it."""
+
+    def stand(self) -> Stand:
+        """Where this member stands."""
+
+    def mend(self, error: Interrupted) -> None:
+        """The group broke in a round: form the next one. Where others had ended the round, this member has its outcome
+        then."""
+
+    def committed(self, stands: Sequence[Stand]) -> None:
+        """A round is held: what these members have drawn counts."""
+
+
 class World:
     """What a strategy may know of the run it serves."""
 
@@ -128,6 +155,7 @@ class World:
         self.together: Callable[[Callable[[Group], Any]], Any] | None = None
         # Where members come and go (`paceline.train.team`):
         self.elastic = False
+        self.commits: Commits | None = None  # with a strategy whose members train apart
         self.mend: Callable[[Interrupted], object] = _raise  # the group broke in a pass: form the next one
         self.dropped = False  # what the loop does until it asks for its next batch counts for nothing
         self.move = False  # this member has heard of a view that all are to go to between two steps

@@ -29,7 +29,7 @@ from paceline.membership.line import Line
 from paceline.membership.orders import Arrive
 from paceline.server.dealing import Dealer
 from paceline.server.outside.desk import Desk
-from paceline.strategies import AllReduce, Strategy, choose, make_strategy, words_of
+from paceline.strategies import AllReduce, Local, Strategy, choose, make_strategy, words_of
 from paceline.strategies.server import Served
 from paceline.train import pacing
 from paceline.train.ending import Ending
@@ -199,7 +199,9 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
 
 def _check_elastic(strategy: Strategy, settings: Settings) -> None:
     """Refuse what cannot lose a member in place yet."""
-    if not isinstance(strategy, AllReduce):
+    if isinstance(strategy, Local):
+        strategy.refuse_elastic()
+    elif not isinstance(strategy, AllReduce):
         raise ConfigError(
             f"-n MIN:MAX and a script whose strategy is {settings.strategy}: say so on the command line too, as in "
             "--strategy async, so that there are server processes, which outlive a lost worker"

@@ -28,7 +28,10 @@ from paceline.transport.group import Group
 
 
 class Replica:
-    """This member's, in an elastic run."""
+    """This member's, in an elastic run whose members take every step together."""
+
+    apart = False
+    even = False  # it does not matter here
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Replica:
 
     # ---- another group
 
-    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None) -> None:
+    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None, *, even: bool = False) -> None:
         busy = self.busy
         if busy and state is None:
             state = self.state()

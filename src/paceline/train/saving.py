@@ -67,6 +67,7 @@ class Saver:
         self._pending: Future[Written] | None = None
         self._shelf: Checkpoints | None = None
         self.enabled = keep > 0
+        self.state_of: Callable[[Stateful], dict[str, Any]] = lambda part: part.state_dict()
 
     @property
     def _group(self) -> Group:
@@ -116,7 +117,7 @@ class Saver:
         own = self._world.do(lambda group: group.gather(_bytes_tensor(pack(mine))))
         if self._checkpoints is None or own is None:
             return
-        shared = {name: part.state_dict() for name, part in self.parts.items()}
+        shared = {name: self.state_of(part) for name, part in self.parts.items()}
         try:
             snapshot = self._checkpoints.snapshot(shared)  # waits for the write before it
             self.report()

@@ -51,6 +51,7 @@ class Place(msgspec.Struct, frozen=True):
     easy: bool = False  # it stands between two turns
     begins: bool = False  # it has counted the turn that it is about to begin
     formed: int = 0  # number of the view in which its last commit was
+    even: bool = False  # it has drawn nothing since then
     away: bool = False  # others have gone on without it since then
 
     @property
@@ -119,6 +120,7 @@ class Team:
         self._begins = False  # the turn that was counted last has not begun yet
         self._stepped = False
         self.drained = False  # this member was asked to leave, and does
+        self.adrift = False  # left out of the view, it trains on by itself until it is taken in again
         self.changed: Callable[[Change], object] = lambda change: None
         self.body: Body | None = None
         self._line = line
@@ -152,6 +154,11 @@ class Team:
         return self.view.members[rank].id if self.view else rank
 
     @property
+    def me(self) -> tuple[int, int]:
+        """This member's number for life, and its process."""
+        return self._own, os.getpid()
+
+    @property
     def expected(self) -> tuple[int, int]:
         """Rank and size; of a newcomer, those that it is likely to have."""
         if self.view is not None or self._line.standing.view is None:
@@ -183,6 +190,8 @@ class Team:
             in_turn = self.body is not None and self.body.busy
             mine: list[T] = []  # the result, if this member has come to it
             try:
+                if self.adrift:
+                    raise Interrupted("this member was left out of the view")
                 if self.body:
                     self.body.arrive()
                 mine.append(operation(self.group))
@@ -222,6 +231,28 @@ class Team:
         return heard is not None and heard.view.number > self._number
 
     @property
+    def urgent(self) -> bool:
+        """Whether that view counts already: it was made because some are lost."""
+        heard = self._line.newest
+        return self.called and heard is not None and not heard.planned
+
+    @property
+    def awaited(self) -> bool:
+        """Whether one that is adrift is in the view that it has heard of."""
+        heard = self._line.newest
+        in_it = self.called and heard is not None and any(self._is_me(member) for member in heard.view.members)
+        return in_it or self._line.drained
+
+    @property
+    def leaving(self) -> bool:
+        """Whether somebody is to leave, and waits for the end of what is under way."""
+        heard = self._line.newest
+        if self.view is None or heard is None or not (self.called and heard.planned):
+            return False
+        staying = {member.id for member in heard.view.members}
+        return any(member.id not in staying for member in self.view.members)
+
+    @property
     def sent_home(self) -> bool:
         """Whether all members are to leave."""
         heard = self._line.newest
@@ -240,10 +271,22 @@ class Team:
         self._begins = True
         if moving or (self.group.size == 1 and self.called):
             self._form_next(None)
+        self.muster()
+        self._begins = False
+
+    def muster(self) -> None:
+        """Wait until there are enough."""
         while self.group.size < self.least:
             self._status.set(f"waiting for members: {self.group.size} of at least {self.least}")
             self._form_next(None, short=True)
-        self._begins = False
+
+    def go(self) -> bool:
+        """Members that train apart: go to the view that was heard of; False: this one is not in it, and trains on."""
+        return self._form_next(None, linger=True)
+
+    def rejoin(self) -> None:
+        """Adrift, with nothing left to train: wait to be taken in."""
+        self._form_next(None)
 
     def settle(self) -> bool:
         """Between two steps: newcomers that have taken their first one are members like all others.
@@ -265,12 +308,14 @@ class Team:
                 self.mend(error)
         return True
 
-    def mend(self, error: Interrupted) -> None:
-        """The group broke here: form that of the next view, and come level with the others."""
-        self._wires.leave()  # others who still wait in it are to notice too
-        self._report(error)
+    def mend(self, error: Interrupted, *, linger: bool = False) -> None:
+        """The group broke here: form that of the next view, and come level with the others. `linger`: not where this
+        member is left out of it; then it trains on."""
+        if not self.adrift:
+            self._wires.leave()  # others who still wait in it are to notice too
+            self._report(error)
         _let_go(error)
-        self._form_next(error)
+        self._form_next(error, linger=linger)
 
     @property
     def least(self) -> int:
@@ -291,11 +336,15 @@ class Team:
 
     # ---- inside
 
-    def _form_next(self, error: Interrupted | None, *, short: bool = False) -> None:
+    def _form_next(self, error: Interrupted | None, *, short: bool = False, linger: bool = False) -> bool:
         began, old, doing = time.monotonic(), self.view, self._status.what
         reason = str(error) if error else ""
         while True:
-            view, mine = self._next_view()
+            found = self._next_view(linger)
+            if found is None:
+                self._status.set(doing)
+                return False
+            view, mine = found
             try:
                 healed = self._form(view, mine)
                 break
@@ -322,9 +371,11 @@ class Team:
                     short=short,
                 )
             )
+        return True
 
-    def _next_view(self) -> tuple[View, Member]:
-        """The next view that this member is in; where it was left out, it asks to be taken in again."""
+    def _next_view(self, linger: bool = False) -> tuple[View, Member] | None:
+        """The next view that this member is in; where it was left out, it asks to be taken in again. `linger`: without
+        waiting for that; None."""
         while True:
             try:
                 heard = self._line.newer(self._number, self._limit_s)
@@ -333,7 +384,7 @@ class Team:
                 raise
             self._number = heard.view.number
             for member in heard.view.members:
-                if member.id == self._own and member.pid == os.getpid():
+                if self._is_me(member):
                     return heard.view, member
             self._go_if_drained()
             if self.commits == 0:
@@ -342,8 +393,15 @@ class Team:
                     "others, who go on: it ends, to be started again"
                 )
             self._away = True
-            self._status.set("left out of the view: asking to be taken in again")
             self._line.ready(heard.view.number)
+            if linger:
+                self._wires.leave()
+                self.adrift = True
+                return None
+            self._status.set("left out of the view: asking to be taken in again")
+
+    def _is_me(self, member: Member) -> bool:
+        return member.id == self._own and member.pid == os.getpid()
 
     def _go_if_drained(self) -> None:
         if self._line.drained:
@@ -355,6 +413,7 @@ class Team:
         self.view = view
         self._wires.join(view, mine.rank, limit_s=self._limit_s, status=self._status)
         self.group = Group(self._wires, range(view.size))
+        self.adrift = False
         return self._level(self.group)
 
     def _level(self, group: Group, *, lend: bool = True) -> list[int]:
@@ -368,6 +427,7 @@ class Team:
             easy=bool(lend and body and not body.busy),
             begins=self._begins,
             formed=self._formed,
+            even=bool(body and body.even),
             away=self._away,
         )
         told = group.exchange(msgspec.msgpack.encode(mine))
@@ -380,7 +440,8 @@ class Team:
         if group.rank in behind or (behind and group.rank == source):
             self._status.set("healing" if group.rank in behind else f"healing members {', '.join(map(str, behind))}")
         healing: Healing | None = None
-        if behind and all(p.easy for p in places) and all(places[r].commits == NEW for r in behind):
+        together = body is None or not body.apart
+        if together and behind and all(p.easy for p in places) and all(places[r].commits == NEW for r in behind):
             healing = Healing(source, tuple(behind))
         state = _given(group, source, behind, lambda: self._state(healing))
         if healing and group.rank in behind:
@@ -389,12 +450,13 @@ class Team:
         knows = next(rank for rank, p in enumerate(places) if p.operations == operations)
         result = _given(group, knows, short, lambda: pack(_plain(self._result)))
         if self.body:
-            self.body.regroup(group, state, healing)
+            even = all(p.even for p in places if p.state == newest)
+            self.body.regroup(group, state, healing, even=even)
             self.body.saving = any(p.saving for p in places if p.state == newest)
         if result is not None:
             self._result = unpack(memoryview(result))
         behind_by = begun - mine.begun
-        makes_up = mine.commits != NEW and not mine.begins and behind_by <= _MOST_LAG
+        makes_up = together and mine.commits != NEW and not mine.begins and behind_by <= _MOST_LAG
         self.lag = behind_by if makes_up else 0
         (self.commits, self._formed), self._away = newest, False
         self.operations, self.turns = operations, begun - self.lag + mine.begins

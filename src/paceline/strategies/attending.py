@@ -1,0 +1,55 @@
+"""Rounds where members come and go: held by whoever is there, or not at all.
+
+    gather   this member is at the round, and there are enough others
+    hold     notes, differences, outer step: `rounds`
+    commit   what each has drawn since the last round counts
+
+Where the group breaks in the middle, a round comes to nothing: the anchors have not moved yet, differences are reckoned
+anew, and what a codec had said is unsaid, so it can be held again by those who are left. Where another member had ended
+it before the group broke, it counts, and this one is given the outcome; it had said all it had to say by then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.core.errors import Interrupted
+from paceline.strategies.rounds import Rounds
+from paceline.strategies.strategy import World
+
+
+class Attending:
+    """Of one member."""
+
+    def __init__(self, rounds: Rounds, world: World) -> None:
+        self._rounds, self._world = rounds, world
+        self._before: list[Any] = []  # the round under way, what codecs had left unsaid before it
+
+    def attend(self) -> None:
+        """Hold a round; returns when it is committed, or when the others go on without this member."""
+        rounds, commits, status = self._rounds, self._world.commits, self._world.status
+        assert commits is not None
+        count, doing = rounds.count, status.what
+        status.set("averaging")
+        while rounds.count == count:
+            if not commits.gather(count):
+                rounds.skip()
+                break
+            if rounds.count != count:
+                break
+            self._before = [part.unsaid() for part in rounds.parts]
+            try:
+                outcome = rounds.hold(commits.stand())
+            except Interrupted as error:
+                commits.mend(error)
+                self.end(counted=False)
+                continue
+            self.end(counted=True)
+            commits.committed([note.stand for note in outcome.notes])
+        status.set(doing)
+
+    def end(self, *, counted: bool) -> None:
+        """The round under way, if there still is one, counts with this member in it; or what it said in it does not."""
+        for part, kept in zip(self._rounds.parts, self._before if not counted else ()):
+            part.put_unsaid(kept)
+        self._before = []
