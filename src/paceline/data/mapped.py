@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -89,6 +89,5 @@ class MapFeed:
         """The place up to which batches were handed out; `state` tells what it means."""
         return self.course.done
 
-    def state(self, at: int | Sequence[int]) -> dict[str, Any]:
-        """`at`: a place that all members have come to, or each one's own."""
+    def state(self, at: int) -> dict[str, Any]:
         return {"consumed": self.course.consumed(at), "history": self.course.history(at)}

@@ -7,8 +7,8 @@ whose queue is empty before the others' takes part with a filler: samples it rep
 How far an epoch has come is kept as its history, `[[size, batch_size, batches], ...]`: so many global batches
 were taken by so many members. Replaying it on any number of members gives the samples that are left, so a run
 saved on two members goes on with four or one, and no sample is lost or visited twice. Where members had unequal
-shares (`widths`, which add up to size * batch_size), these stand behind: `[2, 8, batches, 10, 6]`. Where they have taken
-unequal numbers of batches, as members that train apart do, these stand behind a -1: `[2, 8, -1, 10, 6]`.
+shares (`widths`, which add up to size * batch_size), these stand behind: `[2, 8, batches, 10, 6]`. Where they have
+taken unequal numbers of batches, as members that train apart do, these stand behind a -1: `[2, 8, -1, 10, 6]`.
 """
 
 from __future__ import annotations
@@ -168,19 +168,14 @@ class Course:
         """For what the dataset draws while it makes this member's part of a global batch."""
         return mix(self._seed, self.epoch, self.consumed(number), self.sampler.rank)
 
-    def consumed(self, done: int | Sequence[int]) -> int:
-        """Samples of this epoch that all members together have consumed after `done` global batches, or so many each."""
-        each = [done] * len(self._lengths) if isinstance(done, int) else done
-        queues = list(zip(each, self._lengths, self._widths))
+    def consumed(self, done: int) -> int:
+        """Samples of this epoch that all members together have consumed after `done` global batches."""
+        queues = list(zip(self._lengths, self._widths))
         queues = queues[:1] if self.sampler.partition.whole else queues
-        return self._consumed_before + sum(min(n * width, length) for n, length, width in queues)
+        return self._consumed_before + sum(min(done * width, length) for length, width in queues)
 
-    def history(self, done: int | Sequence[int] | None = None) -> History:
+    def history(self, done: int | None = None) -> History:
         done = self.done if done is None else done
-        if not isinstance(done, int):
-            if len(set(done)) > 1:
-                return [*self._before, [self.sampler.size, self.sampler.batch_size, APART, *done]]
-            done = done[0]
         now = [self.sampler.size, self.sampler.batch_size, done, *self.sampler.widths]
         return [*self._before, now] if done else self._before
 
@@ -277,9 +272,8 @@ class DealtCourse(Course):
         number = self._numbers[number]
         return self._edges[number + 1] - self._edges[number]
 
-    def history(self, done: int | Sequence[int] | None = None) -> History:
+    def history(self, done: int | None = None) -> History:
         return []  # what all members have done is not known here: an epoch that is resumed begins anew
 
-    def consumed(self, done: int | Sequence[int]) -> int:
-        assert isinstance(done, int)
+    def consumed(self, done: int) -> int:
         return self._edges[self._numbers[done]] if done < len(self._numbers) else 0

@@ -15,11 +15,11 @@ from paceline.core.errors import ConfigError
 from paceline.core.view import View
 from paceline.membership.hosts import Hosts
 from paceline.membership.messages import Refused
-from paceline.membership.orders import Drain, NewView, Noted, Over, Standing, Start, Stop
+from paceline.membership.orders import Come, Drain, NewView, Noted, Over, Standing, Start, Stop
 from paceline.membership.seats import HostSeen, Rules, Run, Seat, Watch
 
 To: TypeAlias = int | str  # a member's id, or a host's name
-Order: TypeAlias = Standing | NewView | Drain | Noted | Refused | Start | Stop | Over
+Order: TypeAlias = Standing | NewView | Come | Drain | Noted | Refused | Start | Stop | Over
 
 _PATIENCE = 3  # silences between a loss and the end of a process that still runs: it may come back
 _BACK_OFF_S, _BACK_OFF_MOST_S = 0.5, 30.0

@@ -80,7 +80,7 @@ class Forming:
                 self._books.turn(seat, "in", now)
                 seat.ready, seat.held = 0, run.number
 
-    def new_view(self, ids: Sequence[int], planned: bool, now: float) -> None:
+    def new_view(self, ids: Sequence[int], planned: bool, now: float, late: tuple[int, ...] = ()) -> None:
         """Number a view of these and tell all whom it concerns; of nobody: there is none."""
         books, run = self._books, self._books.run
         before, concerned = run.ids, dict.fromkeys([*ids, *run.ids, *run.old])
@@ -113,7 +113,7 @@ class Forming:
             if id in ids and not planned:
                 seat.held = run.number
             if seat.member is not None and run.view:  # also one who is lost: it may still hear
-                books.say(id, NewView(term=run.term, view=run.view, planned=planned))
+                books.say(id, NewView(term=run.term, view=run.view, planned=planned, late=late))
 
     def _drop_lost(self, now: float) -> None:
         run = self._books.run
@@ -201,6 +201,12 @@ class Forming:
         if seat.member is None or taken is None:
             return seat.here and seat.held > 0
         return seat.here and (seat.member.host, seat.member.pid) == (taken.host, taken.pid)
+
+    def without(self, late: Sequence[int], now: float) -> None:
+        """Go on without some of the members, who live and may come back."""
+        run = self._books.run
+        base = run.old if run.pending else run.ids
+        self.new_view([i for i in self._staying(base) if i not in late], False, now, tuple(late))
 
     def _staying(self, ids: Sequence[int]) -> list[int]:
         here = [i for i in ids if self._stays(i)]

@@ -19,7 +19,8 @@ from paceline.core.view import Member
 from paceline.membership.books import Books, Order, To
 from paceline.membership.forming import Forming
 from paceline.membership.messages import Refused
-from paceline.membership.orders import Drain, NewView, Noted, Over, Picture, Seen, Standing, Start, Stop
+from paceline.membership.orders import Come, Drain, Here, NewView, Noted, Over, Picture, Seen, Standing, Start, Stop
+from paceline.membership.quorum import Quorum
 from paceline.membership.seats import Rules, Seat
 from paceline.membership.staff import STOPPED, Staff
 
@@ -39,6 +40,7 @@ class Roster:
         self._books = Books(rules, now)
         self._forming = Forming(self._books)
         self._staff = Staff(self._books)
+        self._quorum = Quorum(self._books, self._forming)
         self._ticked = now
 
     @classmethod
@@ -149,6 +151,18 @@ class Roster:
         """A member holds the others up, who ask that it leaves."""
         self._staff.shed(id, why, now)
         self._forming.settle(now)
+
+    def here(self, id: int, here: Here, now: float) -> None:
+        """A member has come to a round."""
+        self._quorum.here(id, here, now)
+
+    def going(self, id: int, view: int, now: float) -> None:
+        """Members go to a planned view: who trains on meanwhile hears of it."""
+        run = self._books.run
+        if view == run.number and run.pending:
+            for newcomer in run.ids:
+                if newcomer not in run.old:
+                    self._books.say(newcomer, Come(run.term, view))
 
     def leave(self, id: int, reason: str, now: float) -> None:
         """A member goes: finished, drained or failed."""
@@ -316,6 +330,7 @@ class Roster:
             elif seat.here and watch.down is not None and now - watch.down >= silence_s:
                 books.lose(seat, f"was not heard: its line was closed for {silence_s:g} s", now)
         self._mend_when_due(now)
+        self._quorum.look(now)
         self._forming.settle(now)
         if books.run.over is None:
             self._staff.turn(now)

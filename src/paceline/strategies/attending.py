@@ -44,6 +44,10 @@ class Attending:
                 commits.mend(error)
                 self.end(counted=False)
                 continue
+            if outcome.waits:
+                self._before = []  # nothing was said
+                commits.go()
+                continue
             self.end(counted=True)
             commits.committed([note.stand for note in outcome.notes])
         status.set(doing)

@@ -22,7 +22,7 @@ from paceline.core.errors import Interrupted, PacelineError
 from paceline.strategies.anchors import SKETCH
 from paceline.strategies.averaging import Averaging, BySamples, Mean, Seen
 from paceline.strategies.buckets import PACE
-from paceline.strategies.strategy import Stand
+from paceline.strategies.strategy import AFTER, BEFORE, Stand
 from paceline.transport.arena import Courier
 from paceline.transport.group import Group
 
@@ -72,7 +72,7 @@ class Note(NamedTuple):
             turn=turn,
             pace=tuple(pace),
             changed=tuple(map(bool, changed)),
-            stand=Stand(int(step), bool(move), bool(out), int(seat), tuple(map(int, drawn))),
+            stand=Stand(int(step), int(move), bool(out), int(seat), tuple(map(int, drawn))),
         )
 
 
@@ -82,6 +82,12 @@ class Outcome(NamedTuple):
     fragment: int  # MEET: all have met
     notes: list[Note]
     weights: list[float]
+
+    @property
+    def waits(self) -> bool:
+        """Whether some come who are to be in it: then all go to the view that has them, and hold it there."""
+        moves = {note.stand.move for note in self.notes}
+        return BEFORE in moves and AFTER not in moves
 
     @property
     def changed(self) -> list[bool]:
@@ -135,7 +141,7 @@ class Exchange:
             if len(sent) > 1:
                 raise PacelineError(f"members send unlike fragments: {sorted(sent)}; they have lost count of rounds")
             self._outcome = Outcome(sent.pop() if sent else MEET, notes, [])
-            if self._outcome.fragment != MEET:
+            if self._outcome.fragment != MEET and not self._outcome.waits:
                 weights = weigh(self._average, notes) if self._uneven else self._average.weigh([n.seen for n in notes])
                 self._outcome = self._outcome._replace(weights=weights)
                 self._carry(self._outcome)

@@ -37,9 +37,9 @@ from paceline.strategies.allreduce import FEEDBACK, AllReduce, check_feedback
 from paceline.strategies.attending import Attending
 from paceline.strategies.averaging import Averaging, make_average
 from paceline.strategies.outer import Make, Outer, make_outer
+from paceline.strategies.plan import Plan
 from paceline.strategies.reducers import Auto, LowRank, Method
 from paceline.strategies.replicas import make_equal, names_of
-from paceline.strategies.plan import Plan
 from paceline.strategies.rounds import Rounds, refuse_threads
 from paceline.strategies.schedule import Every, Overlap, make_every, make_overlap
 from paceline.strategies.sites import Sites, inner_words, make_inner
@@ -62,6 +62,9 @@ class Local:
         warmup: so many first steps are taken together, by all-reduce.
         inner: "allreduce", or an `AllReduce`: members of one site (a host, or those that have the same label site-NAME)
             take their steps together; "none": every member takes its own.
+        quorum: with -n MIN:MAX, once so many members are at a round, the others have `grace_s` to come; who does not is
+            left out of it, trains on, and brings what it has learnt to the next. 0: all are waited for.
+        grace_s: seconds.
     """
 
     forgives = False
@@ -76,7 +79,13 @@ class Local:
         overlap: Overlap | int | str = 0,
         warmup: int = 0,
         inner: AllReduce | str | None = "none",
+        quorum: int = 0,
+        grace_s: float = 10.0,
     ) -> None:
+        if not whole(quorum) or quorum < 0:
+            raise ConfigError(f"quorum={quorum!r}: a whole number of members is needed, such as 3, or 0 for all")
+        if not finite(grace_s) or grace_s < 0:
+            raise ConfigError(f"grace_s={grace_s!r}: seconds are needed, such as 10")
         if not whole(warmup) or warmup < 0:
             raise ConfigError(f"warmup={warmup!r}: a whole number of steps is needed, such as 1000, or 0")
         self.plan = Plan(
@@ -85,6 +94,8 @@ class Local:
             average=make_average(average),
             overlap=make_overlap(overlap),
             method=Method(),
+            quorum=quorum,
+            grace_s=float(grace_s),
         )
         self.plan.overlap.check(self.plan.every)
         self.take(codec)
@@ -267,12 +278,32 @@ class Local:
             rounds.show()
 
     @property
+    def due(self) -> bool:
+        """Whether this member has taken the steps of a round."""
+        return bool(self._rounds and self._rounds.due)
+
+    @property
     def rounds(self) -> int:
         """So many were held."""
         return self._rounds.count if self._rounds else 0
 
-    def refuse_elastic(self) -> None:
-        """Say what of this is not for members that come and go."""
+    def refuse_fixed(self) -> None:
+        """Say what of this is for members that come and go only."""
+        if self.plan.quorum:
+            raise ConfigError(
+                f"quorum={self.plan.quorum}: only a run whose members may come and go leaves out who is late: give -n "
+                "MIN:MAX, or leave quorum out"
+            )
+
+    def refuse_elastic(self, least: int, most: int) -> None:
+        """Say what of this is not for members that come and go, as few and as many as these."""
+        quorum = self.plan.quorum
+        if quorum and not max(least, 2) <= quorum <= most:
+            raise ConfigError(
+                f"quorum={quorum} with -n {least}:{most}: from {max(least, 2)}, since rounds need {least} members at "
+                f"least, to {most}"
+            )
+        self.plan.average.check(least if least > 1 else 2)
         for what, asked in (
             (f"warmup={self.warmup}", self.warmup > 0),
             (f"inner={self._inner_words}", self._inner is not None),

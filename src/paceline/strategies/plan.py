@@ -22,6 +22,8 @@ class Plan:
     method: Method
     feedback: bool | None = None
     decay: float = 1.0
+    quorum: int = 0  # once so many are at a round, the others have `grace_s` to come; 0: all are waited for
+    grace_s: float = 10.0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -30,4 +32,4 @@ class Plan:
         codec += f", feedback={self.feedback}" if self.feedback is not None else ""
         codec += f", decay={self.decay}" if self.decay != 1.0 else ""
         words = {name: getattr(self, name).words for name in ("every", "outer", "average", "overlap")}
-        return {**words, "codec": codec}
+        return {**words, "codec": codec, "quorum": self.quorum, "grace_s": self.grace_s}

@@ -192,11 +192,13 @@ class Rounds:
         return self._place.since >= self.length
 
     def hold(self, stand: Stand) -> Outcome:
-        """One round, with whoever is in the group; Interrupted where it comes to nothing."""
+        """One round, with whoever is in the group; or not yet, where it `waits`. Interrupted where it breaks."""
         if not self.formed:
             self.form()
         self._begin(self._note(0)._replace(stand=stand))
         outcome = self._collect()
+        if outcome.waits:
+            return outcome
         self._place.arriving = 0
         self._mix(1.0)
         self._advance(0)
@@ -298,7 +300,7 @@ class Rounds:
             world.waited_s += time.monotonic() - began
         world.sent_bytes += self.sent_bytes - self._told_bytes
         self._told_bytes = self.sent_bytes
-        if outcome.fragment != MEET:
+        if outcome.fragment != MEET and not outcome.waits:
             self._take_in(outcome)
         return outcome
 

@@ -83,11 +83,14 @@ class Pass(NamedTuple):
     leases: Mapping[str, Sequence[int]] = {}  # see World.leases
 
 
+BEFORE, AFTER = 1, 2
+
+
 class Stand(NamedTuple):
     """Where a member stands in the run, where members come and go."""
 
     step: int = 0
-    move: bool = False  # it has heard of a view that all are to go to after this round
+    move: int = 0  # it has heard of a view that all are to go to: BEFORE this round, or AFTER it; 0: it has not
     out: bool = False  # it has no more batches, as the epoch is divided now
     seat: int = -1  # its place in that division; -1: none
     drawn: tuple[int, ...] = ()  # batches since then, of each loader
@@ -101,6 +104,9 @@ class Commits(Protocol):
 
     def stand(self) -> Stand:
         """Where this member stands."""
+
+    def go(self) -> None:
+        """All have agreed to go to another view before they hold this round."""
 
     def mend(self, error: Interrupted) -> None:
         """The group broke in a round: form the next one. Where others had ended the round, this member has its outcome

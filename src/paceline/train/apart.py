@@ -7,10 +7,12 @@ of now.
 
     a member is lost     its batches since the last round are still in its queue; the others keep what they have learnt
                          and hold their round without it
-    one comes            after a round; it gets the state from one who was in it. In the middle of one, it is given a
-                         seat after the next
-    one was left out     it trains on. When it is taken in again it moves its work on top of the new anchors, as long
-                         as the epoch is divided as it was: its batches are its own then. Else it begins anew
+    one comes            when the others are at a round: it gets the state as of the last one, listens to this one,
+                         and is given a seat
+    one was left out     it trains on. When the others are at the next round it is taken in, moves its work on top of
+                         the anchors that they have by then, and brings it to that round; as long as the epoch is
+                         divided as it was, since its batches are its own then. Else it begins anew
+    one is to leave      all hold a round early, and go on without it
     an epoch ends        with a round, when nobody has batches left
 """
 
@@ -23,7 +25,7 @@ from paceline.checkpoint import Pipe, pack, seed_newcomer, unpack
 from paceline.core.errors import Interrupted, PacelineError
 from paceline.data import Loader
 from paceline.strategies import Local, World
-from paceline.strategies.strategy import Stand
+from paceline.strategies.strategy import AFTER, BEFORE, Stand
 from paceline.train import again
 from paceline.train.body import Healing
 from paceline.train.division import Division, Seat
@@ -147,6 +149,11 @@ class Apart:
         self.closed, self._division = state["closed"], theirs
         self._took = [(id, pid) for id, pid in state["took"]]
         if not stays:
+            if self._learnt and not included:
+                self._world.tell(
+                    f"what member {self._me[0]} had learnt since its last round is left out: the epoch was divided "
+                    "anew without it, and its batches were dealt to others"
+                )
             self._learnt = False
         if not same:
             seat = theirs.seat(self._me)
@@ -165,24 +172,30 @@ class Apart:
     # ---- what the strategy asks
 
     def gather(self, count: int) -> bool:
-        if self._team.urgent and not self._team.adrift:
-            self._team.go()
-        if self._team.adrift:
+        team, plan = self._team, self._strategy.plan
+        if team.urgent or (team.adrift and team.called):
+            team.go()
+        if team.adrift:
             return False
         if self._strategy.rounds == count:
-            self._team.muster()
-        return not self._team.adrift
+            if plan.quorum:
+                team.here(count, plan.quorum, plan.grace_s)
+            team.muster()
+        return True
 
     def stand(self) -> Stand:
         team = self._team
         self._world.wish = self._world.wish or (team.sent_home and self._saver.enabled)  # so that nothing is lost
         return Stand(
             step=self._meter.step,
-            move=team.called,
+            move=AFTER if team.leaving or team.urgent else BEFORE if team.called else 0,
             out=self._out,
             seat=self._seat,
             drawn=tuple(map(self._drawn_of, range(len(self._loaders)))),
         )
+
+    def go(self) -> None:
+        self._team.go()
 
     def mend(self, error: Interrupted) -> None:
         self._mend(error)
@@ -196,7 +209,7 @@ class Apart:
         self._learnt = False
         self._took = self._present
         self._meter.step = max(stand.step for stand in stands)
-        self._world.moving = self._world.moving or any(stand.move for stand in stands)
+        self._world.moving = self._world.moving or any(stand.move == AFTER for stand in stands)
         self._team.committed(self._meter.step)
         self.saving = self.saving or self._world.granted
         self._world.granted = self._world.wish = False
@@ -230,7 +243,7 @@ class Apart:
                 if self.saving:
                     return  # first, and then again
                 team.go()
-            elif not team.adrift and (team.leaving or self._seat < 0 or self._out):
+            elif not team.adrift and (team.leaving or self._seat < 0 or self._out or self._strategy.due):
                 self._strategy.attend()
             else:
                 return

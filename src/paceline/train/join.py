@@ -106,12 +106,14 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     group, dealer, team = solo(), None, None
     rate = partial(factor, agreed.lr_rule if line else "keep", most=place.size)
     if line:
-        _check_elastic(chosen, agreed)
+        _check_elastic(chosen, agreed, line.standing.least, place.size)
         status.set("waiting for the other members")
         team = Team(line, wires[0], place.rank, limit_s=agreed.wait_limit_s, status=status)
         team.meet()
         group = team.group
-    elif wires:
+    elif isinstance(chosen, Local):
+        chosen.refuse_fixed()
+    if wires and not line:
         status.epoch = BEFORE if meeting.late else 0
         status.set("connecting")
         late_to = range(place.workers, place.size) if meeting.late else ()
@@ -197,10 +199,10 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     return run
 
 
-def _check_elastic(strategy: Strategy, settings: Settings) -> None:
+def _check_elastic(strategy: Strategy, settings: Settings, least: int, most: int) -> None:
     """Refuse what cannot lose a member in place yet."""
     if isinstance(strategy, Local):
-        strategy.refuse_elastic()
+        strategy.refuse_elastic(least, most)
     elif not isinstance(strategy, AllReduce):
         raise ConfigError(
             f"-n MIN:MAX and a script whose strategy is {settings.strategy}: say so on the command line too, as in "

@@ -33,6 +33,8 @@ from paceline.train.window import Window
 from paceline.transport.group import Group
 from paceline.transport.hub import HubGroup
 
+_OFTEN = (3, 10, 30, 100, 300, 1000)  # rounds that a member was late for, when it is told by name
+
 
 class Loop:
     """The loop of one member."""
@@ -95,6 +97,7 @@ class Loop:
             )
         self._here = set(world.group.ranks)
         self._pacing = Pacing(stragglers, world=world, meter=meter, events=events, loaders=loaders, team=team)
+        self._late_for: dict[int, int] = {}  # rounds, by id
         self._late: Late | None = None  # where lost workers are replaced
         if world.replaces and isinstance(world.group, HubGroup) and isinstance(strategy, Served):
             self._late = Late(world.group, saver, strategy, seed)
@@ -355,6 +358,13 @@ class Loop:
         self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
         if self._world.group.rank == 0:
             print(f"paceline: {change.text}", file=sys.stderr)
+        for id in change.late:
+            self._late_for[id] = self._late_for.get(id, 0) + 1
+            if self._late_for[id] in _OFTEN:
+                self._world.tell(
+                    f"member {id} was late for {self._late_for[id]} rounds: what it learns counts a round later, and "
+                    "is left out where it misses the end of an epoch. Give it more time with grace_s, or let it leave"
+                )
 
     def _steps(self, size: int) -> int:
         """Of this epoch, those to come taken by so many; 0: not known."""

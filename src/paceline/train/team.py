@@ -81,6 +81,7 @@ class Change(msgspec.Struct, frozen=True):
     reason: str
     least: int = 1  # with fewer members nobody takes a step
     short: bool = False  # there were too few before, and they waited for this view
+    late: tuple[int, ...] = ()  # of `lost`, those that live, but did not come to a round in time
 
     @property
     def text(self) -> str:
@@ -90,7 +91,9 @@ class Change(msgspec.Struct, frozen=True):
         >>> Change(number=3, size=1, lost=(1,), joined=(), healed=(), seconds=0.21, reason="", least=2).text
         'member 1 is gone, 1 member is left and waits: at least 2 are needed (after 0.2 s)'
         """
-        what = [f"{_members(self.lost)} gone"] if self.lost else []
+        gone = tuple(id for id in self.lost if id not in self.late)
+        what = [f"{_members(gone)} gone"] if gone else []
+        what += [f"{_members(self.late)} late for a round"] if self.late else []
         what += [f"{_members(self.joined)} here"] if self.joined else []
         one = self.size == 1
         on = f"{'1 member goes' if one else f'{self.size} members go'} on"
@@ -130,6 +133,7 @@ class Team:
         self._status = status
         self._number = 0  # of the newest view that this member has acted on
         self._result: Any = None  # of the last operation
+        self._late: set[int] = set()  # ids of those that the newest view leaves out because they are slow
         line.on_view = lambda heard: None if heard.planned else wires.outdated(heard.view.number)
 
     # ---- from joining to training
@@ -238,10 +242,12 @@ class Team:
 
     @property
     def awaited(self) -> bool:
-        """Whether one that is adrift is in the view that it has heard of."""
+        """Whether the others of a view that one that is adrift is to be in wait for it."""
         heard = self._line.newest
-        in_it = self.called and heard is not None and any(self._is_me(member) for member in heard.view.members)
-        return in_it or self._line.drained
+        if self._line.drained or heard is None or not self.called:
+            return self._line.drained
+        waits = not heard.planned or self._line.come >= heard.view.number  # the others are there, or on their way
+        return waits and any(self._is_me(member) for member in heard.view.members)
 
     @property
     def leaving(self) -> bool:
@@ -283,6 +289,10 @@ class Team:
     def go(self) -> bool:
         """Members that train apart: go to the view that was heard of; False: this one is not in it, and trains on."""
         return self._form_next(None, linger=True)
+
+    def here(self, round: int, quorum: int, grace_s: float) -> None:
+        """This member has come to a round: once the quorum has, those who are late are left out of the view."""
+        self._line.here(self._number, round, quorum, grace_s)
 
     def rejoin(self) -> None:
         """Adrift, with nothing left to train: wait to be taken in."""
@@ -345,6 +355,8 @@ class Team:
                 self._status.set(doing)
                 return False
             view, mine = found
+            if self.body and self.body.apart:
+                self._line.going(view.number)
             try:
                 healed = self._form(view, mine)
                 break
@@ -363,6 +375,7 @@ class Team:
                     number=view.number,
                     size=view.size,
                     lost=tuple(sorted(before - now)),
+                    late=tuple(sorted((before - now) & self._late)),
                     joined=tuple(sorted(now - before)),
                     healed=tuple(view.members[r].id for r in healed),
                     seconds=time.monotonic() - began,
@@ -383,6 +396,7 @@ class Team:
                 self._go_if_drained()
                 raise
             self._number = heard.view.number
+            self._late = set(heard.late)
             for member in heard.view.members:
                 if self._is_me(member):
                     return heard.view, member
