@@ -29,13 +29,13 @@ class Attending:
         """Hold a round; returns when it is committed, or when the others go on without this member."""
         rounds, commits, status = self._rounds, self._world.commits, self._world.status
         assert commits is not None
-        count, doing = rounds.count, status.what
+        count, doing = rounds.commits, status.what
         status.set("averaging")
-        while rounds.count == count:
+        while rounds.commits == count:
             if not commits.gather(count):
                 rounds.skip()
                 break
-            if rounds.count != count:
+            if rounds.commits != count:
                 break
             self._before = [part.unsaid() for part in rounds.parts]
             try:

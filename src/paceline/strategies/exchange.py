@@ -90,6 +90,16 @@ class Outcome(NamedTuple):
         return BEFORE in moves and AFTER not in moves
 
     @property
+    def empty(self) -> bool:
+        """Whether nobody has taken a step, where members come and go: they have only met."""
+        return not any(note.steps for note in self.notes)
+
+    @property
+    def short(self) -> bool:
+        """Whether it was held before its time, so that it tells nothing of how far members come apart."""
+        return any(note.stand.out or note.stand.move == AFTER for note in self.notes)
+
+    @property
     def changed(self) -> list[bool]:
         """Buffers that some member has changed."""
         return [any(flags) for flags in zip(*(note.changed for note in self.notes))]
@@ -141,7 +151,8 @@ class Exchange:
             if len(sent) > 1:
                 raise PacelineError(f"members send unlike fragments: {sorted(sent)}; they have lost count of rounds")
             self._outcome = Outcome(sent.pop() if sent else MEET, notes, [])
-            if self._outcome.fragment != MEET and not self._outcome.waits:
+            idle = self._uneven and self._outcome.empty
+            if self._outcome.fragment != MEET and not self._outcome.waits and not idle:
                 weights = weigh(self._average, notes) if self._uneven else self._average.weigh([n.seen for n in notes])
                 self._outcome = self._outcome._replace(weights=weights)
                 self._carry(self._outcome)
@@ -161,8 +172,6 @@ def weigh(average: Averaging, notes: Sequence[Note]) -> list[float]:
     [0.75, 0.25]
     """
     taken = {note.steps for note in notes} - {0}
-    if not taken:
-        return average.weigh([note.seen for note in notes])
     seen = [note.seen if note.steps else note.seen._replace(sound=False) for note in notes]
     if isinstance(average, Mean) and len(taken) > 1:
         average = BySamples()

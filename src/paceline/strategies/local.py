@@ -277,6 +277,10 @@ class Local:
         if self._shown:
             rounds.show()
 
+    def take_own(self, states: Sequence[dict[str, Any]]) -> None:
+        """As `load_own_state`, after others' state was taken over."""
+        self._now[1].take_own([state["rounds"] for state in states if state.get("rounds")])
+
     @property
     def due(self) -> bool:
         """Whether this member has taken the steps of a round."""
@@ -284,8 +288,8 @@ class Local:
 
     @property
     def rounds(self) -> int:
-        """So many were held."""
-        return self._rounds.count if self._rounds else 0
+        """So many were held, or came to nothing but a meeting."""
+        return self._rounds.commits if self._rounds else 0
 
     def refuse_fixed(self) -> None:
         """Say what of this is for members that come and go only."""

@@ -43,6 +43,7 @@ class Rounds:
         self.movers = Movers()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.count = 0
+        self.commits = 0  # of those, and of times that members only met, where they come and go
         self.length = plan.every.least  # of the round under way
         self.drift = 0.0  # of members from their mean in the last round, by the norm of the weights
         self._plan, self._world, self._cuts = plan, world, plan.overlap.cuts
@@ -199,8 +200,10 @@ class Rounds:
         outcome = self._collect()
         if outcome.waits:
             return outcome
-        self._place.arriving = 0
-        self._mix(1.0)
+        self.commits += 1
+        if not outcome.empty:
+            self._place.arriving = 0
+            self._mix(1.0)
         self._advance(0)
         return outcome
 
@@ -300,7 +303,7 @@ class Rounds:
             world.waited_s += time.monotonic() - began
         world.sent_bytes += self.sent_bytes - self._told_bytes
         self._told_bytes = self.sent_bytes
-        if outcome.fragment != MEET and not outcome.waits:
+        if outcome.fragment != MEET and not outcome.waits and not (outcome.empty and world.elastic):
             self._take_in(outcome)
         return outcome
 
@@ -321,9 +324,11 @@ class Rounds:
         if last:
             self.movers.apply()
             self.count += 1
-            self.drift = math.sqrt(self._spread / self._size) if self._size else 0.0
+            drift = math.sqrt(self._spread / self._size) if self._size else 0.0
+            self.drift = self.drift if outcome.short else drift
             self._spread = self._size = 0.0
-            self.length = self._plan.every.next(self.length, self.drift)
+            if not outcome.short:
+                self.length = self._plan.every.next(self.length, self.drift)
         if bad := [rank for rank, note in enumerate(notes) if not note.seen.sound]:
             self._heal(bad)
 
@@ -377,6 +382,7 @@ class Rounds:
         for part, common in zip(self.parts, saved["parts"]):
             part.load_common(common)
         self.count, self.length, self.drift, self._spread, self._size = saved["round"]
+        self.commits = saved["commits"]
         self._place = Place(since=saved["place"][0])
         if work:
             for part, differences in zip(self.parts, work["differences"]):
@@ -386,6 +392,11 @@ class Rounds:
             if self._heard:
                 self._heard.load(work["heard"])
 
+    def take_own(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Of a checkpoint: what was this member's own, and of those that the run has no more."""
+        self._load_coders([state["coders"] for state in states if state["coders"]])
+        self._load_optimizers(states)
+
     # ---- state: what all members have alike, and this member's own
 
     def common(self) -> dict[str, Any]:
@@ -393,6 +404,7 @@ class Rounds:
             "schedule": [str(self._plan.every.words), self._cuts],
             "round": [self.count, self.length, self.drift, self._spread, self._size],
             "place": list(astuple(self._place)),
+            "commits": self.commits,
             "parts": [part.common() for part in self.parts],
         }
 
@@ -430,7 +442,7 @@ class Rounds:
         if self.idle:
             return
         if self._world.elastic:
-            self._place = Place()
+            self._place, self.commits = Place(), saved.get("commits", 0)
             self._load_optimizers(states)
             return
         if not states:  # a member that the saved run did not have: it begins where the first one is
@@ -454,14 +466,16 @@ class Rounds:
 
     def _load_unsaid(self, states: Sequence[Mapping[str, Any]]) -> None:
         """By all members: those for whom another one encodes now hand it on."""
-        coders = [part.coder for part in self.parts if part.coder]
         kept = [state["coders"] for state in states if state["coders"]]
         coded = bool(self._plan.method.codec or self._plan.average.combine)
         if not coded or (self.alone and not self._world.elastic):
             tell_lost(kept, self._world)
         elif not self._plan.average.combine and not self._world.elastic:
             kept = handed_on(kept, self._world.group, self._sites.speakers if self._sites else None)
-        for i, coder in enumerate(coders):
+        self._load_coders(kept)
+
+    def _load_coders(self, kept: Sequence[Sequence[dict[str, Any]]]) -> None:
+        for i, coder in enumerate(part.coder for part in self.parts if part.coder):
             coder.load([each[i] for each in kept if len(each) > i])
 
 

@@ -169,6 +169,11 @@ class Apart:
         if not isinstance(part, Loader):
             part.load_state_dict(own)
 
+    def take_own(self, states: Sequence[dict[str, Any]]) -> None:
+        """What this member had of its own when a checkpoint was written; nothing where the run had no such member."""
+        if states:
+            self._strategy.take_own(states)
+
     # ---- what the strategy asks
 
     def gather(self, count: int) -> bool:

@@ -166,7 +166,8 @@ class Loop:
         place: tuple[int, int, int] | None
         if self._team:
             self.warn_of_untracked()  # before others depend on this one
-            self._team.begin(self._resume_for_all)
+            if self._team.begin(self._resume_for_all) and isinstance(self._replica, Apart):
+                self._replica.take_own(self._world.do(self._saver.hand_out))
             place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
         else:
             if self._world.replaces:
@@ -192,7 +193,7 @@ class Loop:
         self.under_way = False
 
     def _resume_for_all(self) -> None:
-        if place := self._saver.resume_alone():
+        if place := self._saver.resume_alone(each=isinstance(self._replica, Apart)):
             self._meter.step, self._meter.epoch, self._replica.epoch_step = place
             if isinstance(self._replica, Apart):
                 self._replica.resumed()

@@ -169,11 +169,13 @@ class Team:
             return self.group.rank, self.group.size
         return self._line.standing.view.size, self._line.standing.view.size + 1
 
-    def begin(self, load: Callable[[], object]) -> None:
-        """All members stand before their first batch: everyone gets the state of the first one, which `load`s it."""
+    def begin(self, load: Callable[[], object]) -> bool:
+        """All members stand before their first batch: everyone gets the state of the first one, which `load`s it.
+        False: others had begun before."""
         if self.outside:
             self._line.ready(0)
             self._form_next(None)
+        first = self.commits < 1
         while self.commits < 1:
             try:
                 if self.group.rank == 0:
@@ -182,6 +184,7 @@ class Team:
                 self._level(self.group, lend=False)
             except Interrupted as error:
                 self.mend(error)
+        return first
 
     # ---- while training
 

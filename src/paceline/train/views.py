@@ -29,6 +29,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
     healed: tuple[int, ...] = ()  # those that were given the state
+    late: tuple[int, ...] = ()  # of `lost`, those that only were late for a round
     seconds: float = 0.0  # until those who stayed went on
     reason: str = ""
 
@@ -47,6 +48,7 @@ class Views(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0  # members that went, each as often as it did
     replaced: int = 0  # times that one which was lost came back, or another for it
     joined: int = 0  # others that came
+    late: int = 0  # times that one was left out of a round, for which it was late
     recovery_s: float = 0.0  # that those who stayed took after losses and broken connections
     waiting_s: float = 0.0  # that they stood still, since there were fewer than the least
     last: tuple[View, ...] = ()
@@ -64,6 +66,7 @@ class Views(msgspec.Struct, frozen=True, kw_only=True):
             f"members came and went: {self.lost:,} lost, {self.replaced:,} replaced, {self.joined:,} joined, "
             f"in {views}; {self.recovery_s:.2f} s in recovery"
             + (f", {self.waiting_s:.1f} s waiting for members" if self.waiting_s else "")
+            + (f"; {self.late:,} times one was late for a round" if self.late else "")
         )
 
     @property
@@ -79,12 +82,13 @@ class Counted:
 
     def __init__(self) -> None:
         self._gone: set[int] = set()
+        self._late: set[int] = set()
         self._views = Views()
         self._last: deque[View] = deque(maxlen=_MOST)
 
     def add(self, event: Event, began: float) -> None:
         """`began`: when the run did, by the clock of the events."""
-        lost, joined, healed = (_ids(event.get(key)) for key in ("lost", "joined", "healed"))
+        lost, joined, healed, late = (_ids(event.get(key)) for key in ("lost", "joined", "healed", "late"))
         view = View(
             number=_whole(event.get("number")),
             after_s=max(0.0, value(event.get("time") or 0.0) - began),
@@ -93,18 +97,21 @@ class Counted:
             lost=lost,
             joined=joined,
             healed=healed,
+            late=late,
             seconds=max(0.0, value(event.get("seconds") or 0.0)),
             reason=clean(event.get("reason") or "", 200),
         )
         short = event.get("short") is True
+        again, self._late = self._late & set(joined), (self._late | set(late)) - set(joined)
         back = self._gone & set(joined)
-        self._gone = (self._gone | set(lost)) - back
+        self._gone = (self._gone | set(lost) - set(late)) - back
         before = self._views
         self._views = Views(
             changes=before.changes + 1,
-            lost=before.lost + len(lost),
+            lost=before.lost + len(set(lost) - set(late)),
             replaced=before.replaced + len(back),
-            joined=before.joined + len(set(joined) - back),
+            joined=before.joined + len(set(joined) - back - again),
+            late=before.late + len(late),
             recovery_s=before.recovery_s + (view.seconds if not short and (lost or not joined) else 0.0),
             waiting_s=before.waiting_s + (view.seconds if short else 0.0),
         )
