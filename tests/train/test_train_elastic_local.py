@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ import hashlib, os, sys, time
 import torch, torch.nn.functional as F
 import paceline
 
-words, kill_at, step_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+words, kill_at, gate = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+epochs = 80 if gate else 4
 run = paceline.join(strategy=words)
 g = torch.Generator().manual_seed(1)
 data = torch.utils.data.TensorDataset(torch.randn(96, 6, generator=g), torch.randint(3, (96,), generator=g))
@@ -41,7 +43,7 @@ def digest():
     for value in model.state_dict().values(): whole.update(value.numpy().tobytes())
     return whole.hexdigest()[:12]
 
-for epoch in run.epochs(4):
+for epoch in run.epochs(epochs):
     for x, y in loader:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -49,7 +51,7 @@ for epoch in run.epochs(4):
         optimizer.step()
         scheduler.step()
         run.log(loss=loss, tokens=len(x))
-        time.sleep(step_s)
+        time.sleep(0.0 if not gate or os.path.exists(gate) else 0.05)  # until the test has seen enough
         if run.step == kill_at:
             os._exit(9)
         print("AT", run.step, run.size, flush=True)
@@ -69,7 +71,7 @@ def trained(*, most: int = 2, elastic: bool = True, root: Path | None = None, ki
     group = Elastic(least=1, most=most, standbys=0, replacements=0) if elastic else None
     kept = Settings().with_(checkpoint_every_s=0.001, progress="off")
     kept = kept.with_(root=str(root), name="it") if root else kept
-    found = Cluster(most, elastic=group).run(SCRIPT, (WORDS, kill_at, 0), settings=kept, limit_s=120)
+    found = Cluster(most, elastic=group).run(SCRIPT, (WORDS, kill_at, ""), settings=kept, limit_s=120)
     return [member.output for member in found]
 
 
@@ -113,21 +115,42 @@ def test_resumed_by_another_number_members_are_equal(killed: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_members_come_and_leave_between_rounds() -> None:
+def test_members_come_and_leave_between_rounds(tmp_path: Path) -> None:
     kept = Settings().with_(progress="off", checkpoint_keep=0)
-    with Cluster(3, elastic=ELASTIC).start(SCRIPT, ("diloco(every=4)", -1, 0.1), settings=kept) as running:
+    args = ("diloco(every=4)", -1, tmp_path / "enough")
+    with Cluster(3, elastic=ELASTIC).start(SCRIPT, args, settings=kept) as running:
         running.wait_for(0, "AT 2 3")
         where = reach.read(running.dir)
+        assert where is not None
         assert "member 2 will leave" in scale(where.address, where.token, 2)
         running.wait_for(0, " 2\n")
+        before = running.output(0).rindex(" 2\n")
         scale(where.address, where.token, 3)
-        running.wait_for(2, "AT", limit_s=60)  # another process
-        running.kill(1, signal.SIGTERM)
+        while " 3\n" not in running.output(0)[before:]:  # another process has come
+            running.wait_for(0, "AT", limit_s=30)
+            time.sleep(0.1)
+        (tmp_path / "enough").touch()
         found = running.wait(60)
-    outputs = [member.output for member in found]
-    assert "END" not in outputs[1]
-    assert len(ends(outputs)) == 2
+    assert [member.code for member in found] == [0, 0, 0, 0]
+    outputs = [running.output(rank) for rank in range(3)]
+    assert len(ends(outputs)) == 3
     assert len(set(ends(outputs))) == 1, outputs
+
+
+@pytest.mark.slow
+def test_all_who_are_asked_to_leave_hold_a_round_and_save_before_they_go(tmp_path: Path) -> None:
+    kept = Settings().with_(progress="off", root=str(tmp_path / "runs"), name="it", checkpoint_every_s=60.0)
+    args = ("diloco(every=400)", -1, tmp_path / "enough")
+    with Cluster(2, elastic=ELASTIC).start(SCRIPT, args, settings=kept) as running:
+        running.wait_for(0, "AT 9 ")
+        running.stop(signal.SIGTERM)
+        running.outcome(60)
+        last = [re.findall(r"AT (\d+) ", running.output(rank))[-1] for rank in range(2)]
+    (tmp_path / "enough").touch()
+    outputs = [member.output for member in Cluster(2, elastic=ELASTIC).run(SCRIPT, args, settings=kept)]
+    assert len(set(ends(outputs))) == 1
+    went_on = int(re.findall(r"AT (\d+) ", outputs[0])[0])
+    assert went_on == max(map(int, last)) + 1, "nothing that was learnt was lost"
 
 
 def test_what_is_for_members_that_stay_is_refused_and_the_other_way_round() -> None:
