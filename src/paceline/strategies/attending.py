@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.core.errors import Interrupted
+from paceline.strategies.exchange import Outcome
 from paceline.strategies.rounds import Rounds
-from paceline.strategies.strategy import World
+from paceline.strategies.strategy import Stand, World
 
 
 class Attending:
@@ -33,13 +34,13 @@ class Attending:
         status.set("averaging")
         while rounds.commits == count:
             if not commits.gather(count):
-                rounds.skip()
+                rounds.place.since = 0  # it trains on for as long again
                 break
             if rounds.commits != count:
                 break
             self._before = [part.unsaid() for part in rounds.parts]
             try:
-                outcome = rounds.hold(commits.stand())
+                outcome = self._hold(commits.stand())
             except Interrupted as error:
                 commits.mend(error)
                 self.end(counted=False)
@@ -51,6 +52,27 @@ class Attending:
             self.end(counted=True)
             commits.committed([note.stand for note in outcome.notes])
         status.set(doing)
+
+    @property
+    def due(self) -> bool:
+        """Whether this member has taken the steps of a round."""
+        return self._rounds.place.since >= self._rounds.length
+
+    def _hold(self, stand: Stand) -> Outcome:
+        """With whoever is in the group; or not yet, where it `waits`."""
+        rounds = self._rounds
+        if not rounds.formed:
+            rounds.form()
+        rounds.begin(rounds.note(0)._replace(stand=stand))
+        outcome = rounds.collect()
+        if outcome.waits:
+            return outcome
+        rounds.commits += 1
+        if not outcome.empty:
+            rounds.place.arriving = 0
+            rounds.mix(1.0)
+        rounds.advance(0)
+        return outcome
 
     def end(self, *, counted: bool) -> None:
         """The round under way, if there still is one, counts with this member in it; or what it said in it does not."""

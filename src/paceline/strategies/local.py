@@ -40,6 +40,7 @@ from paceline.strategies.outer import Make, Outer, make_outer
 from paceline.strategies.plan import Plan
 from paceline.strategies.reducers import Auto, LowRank, Method
 from paceline.strategies.replicas import make_equal, names_of
+from paceline.strategies.round_state import RoundState
 from paceline.strategies.rounds import Rounds, refuse_threads
 from paceline.strategies.schedule import Every, Overlap, make_every, make_overlap
 from paceline.strategies.sites import Sites, inner_words, make_inner
@@ -107,6 +108,7 @@ class Local:
         self._steps = 0  # until they do
         self._world: World | None = None
         self._rounds: Rounds | None = None
+        self._state: RoundState | None = None
         self._attending: Attending | None = None  # where members come and go
         self._shown = False  # models hold what the run has agreed on
         self._models: list[torch.nn.Module] = []  # each once
@@ -161,6 +163,7 @@ class Local:
                     )
             self._sites = Sites(world) if self._inner else None
             self._rounds = Rounds(self.plan, world, self._sites)
+            self._state = RoundState(self._rounds)
             self._say_of_sites(world)
             if world.elastic:
                 self._attending = Attending(self._rounds, world)
@@ -209,7 +212,7 @@ class Local:
                 self._waited_s = self._sites.inside.waited
                 world.sent_bytes = rounds.sent_bytes
             rounds.stepped()
-            if world.elastic and rounds.due:
+            if self.due:
                 self.attend()
             return
         self._steps += 1
@@ -261,63 +264,41 @@ class Local:
     def work(self) -> dict[str, Any]:
         """What this member has learnt since the last round that it was in."""
         rounds = self._now[1]
+        assert self._state is not None
         if self._shown:
             rounds.hide()
-        work = rounds.work()
+        work = self._state.work()
         if self._shown:
             rounds.show()
         return work
 
     def take_over(self, work: Mapping[str, Any] | None, *, included: bool) -> None:
         """Go on from what was loaded, which others have agreed on: with this member's part in it, or without."""
-        rounds = self._now[1]
-        rounds.take_over(work)
-        if self._attending:
-            self._attending.end(counted=included)
+        assert self._state is not None
+        assert self._attending is not None
+        self._state.take_over(work)
+        self._attending.end(counted=included)
         if self._shown:
-            rounds.show()
+            self._now[1].show()
 
     def take_own(self, states: Sequence[dict[str, Any]]) -> None:
         """As `load_own_state`, after others' state was taken over."""
-        self._now[1].take_own([state["rounds"] for state in states if state.get("rounds")])
+        assert self._state is not None
+        self._state.load_own([state["rounds"] for state in states if state.get("rounds")])
 
     @property
     def due(self) -> bool:
         """Whether this member has taken the steps of a round."""
-        return bool(self._rounds and self._rounds.due)
+        return bool(self._attending and self._attending.due)
 
     @property
     def rounds(self) -> int:
         """So many were held, or came to nothing but a meeting."""
         return self._rounds.commits if self._rounds else 0
 
-    def refuse_fixed(self) -> None:
-        """Say what of this is for members that come and go only."""
-        if self.plan.quorum:
-            raise ConfigError(
-                f"quorum={self.plan.quorum}: only a run whose members may come and go leaves out who is late: give -n "
-                "MIN:MAX, or leave quorum out"
-            )
-
     def refuse_elastic(self, least: int, most: int) -> None:
         """Say what of this is not for members that come and go, as few and as many as these."""
-        quorum = self.plan.quorum
-        if quorum and not max(least, 2) <= quorum <= most:
-            raise ConfigError(
-                f"quorum={quorum} with -n {least}:{most}: from {max(least, 2)}, since rounds need {least} members at "
-                f"least, to {most}"
-            )
-        self.plan.average.check(least if least > 1 else 2)
-        for what, asked in (
-            (f"warmup={self.warmup}", self.warmup > 0),
-            (f"inner={self._inner_words}", self._inner is not None),
-            (f"overlap={self.plan.overlap.words}", self.plan.overlap.steps > 0),
-        ):
-            if asked:
-                raise ConfigError(
-                    f"-n MIN:MAX does not go with {what}: members that come and go do so between whole rounds of steps "
-                    f"that each takes alone; leave {what.partition('=')[0]} out, or give one number (-n 4)"
-                )
+        self.plan.refuse_elastic(least, most, warmup=self.warmup, inner=self._inner_words)
 
     # ---- state
 
@@ -326,7 +307,7 @@ class Local:
             "steps": self._steps,
             "warm": self._warm.state_dict() if self._warm else {},
             "inner": self._inner.state_dict() if self._inner else {},
-            "rounds": self._rounds.common() if self._rounds else {},
+            "rounds": self._state.common() if self._state else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -336,18 +317,18 @@ class Local:
             self._warm.load_state_dict(state["warm"])
         if self._inner and state.get("inner"):
             self._inner.load_state_dict(state["inner"])
-        if self._rounds:
-            self._rounds.load_common(state.get("rounds", {}))
+        if self._state:
+            self._state.load_common(state.get("rounds", {}))
 
     def own_state(self) -> dict[str, Any]:
         return {
             "warm": self._warm.own_state() if self._warm else {},
             "inner": self._inner.own_state() if self._inner else {},
-            "rounds": self._rounds.state() if self._rounds else {},
+            "rounds": self._state.own() if self._state else {},
         }
 
     def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
-        if self._rounds is None:
+        if self._rounds is None or self._state is None:
             return
         if self._warm and self._steps >= self.warmup:
             self._part(self._rounds)
@@ -355,7 +336,7 @@ class Local:
             self._warm.load_own_state([state["warm"] for state in states if state.get("warm")])
         if self._inner and not self._warm:
             self._inner.load_own_state([state["inner"] for state in states if state.get("inner")])
-        self._rounds.load([state["rounds"] for state in states if state.get("rounds")])
+        self._state.load([state["rounds"] for state in states if state.get("rounds")])
 
     def readings(self) -> dict[str, Any]:
         rounds = self._rounds

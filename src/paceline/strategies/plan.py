@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.errors import ConfigError
 from paceline.strategies.averaging import Averaging
 from paceline.strategies.outer import Outer
 from paceline.strategies.reducers import Method
@@ -33,3 +34,30 @@ class Plan:
         codec += f", decay={self.decay}" if self.decay != 1.0 else ""
         words = {name: getattr(self, name).words for name in ("every", "outer", "average", "overlap")}
         return {**words, "codec": codec, "quorum": self.quorum, "grace_s": self.grace_s}
+
+    def refuse_fixed(self) -> None:
+        """Say what of this is for members that come and go only."""
+        if self.quorum:
+            raise ConfigError(
+                f"quorum={self.quorum}: only a run whose members may come and go leaves out who is late: give -n "
+                "MIN:MAX, or leave quorum out"
+            )
+
+    def refuse_elastic(self, least: int, most: int, *, warmup: int, inner: str) -> None:
+        """Say what of this is not for members that come and go, as few and as many as these."""
+        if self.quorum and not max(least, 2) <= self.quorum <= most:
+            raise ConfigError(
+                f"quorum={self.quorum} with -n {least}:{most}: from {max(least, 2)}, since rounds need {least} members "
+                f"at least, to {most}"
+            )
+        self.average.check(max(least, 2))
+        for what, asked in (
+            (f"warmup={warmup}", warmup > 0),
+            (f"inner={inner}", inner != "none"),
+            (f"overlap={self.overlap.words}", self.overlap.steps > 0),
+        ):
+            if asked:
+                raise ConfigError(
+                    f"-n MIN:MAX does not go with {what}: members that come and go do so between whole rounds of steps "
+                    f"that each takes alone; leave {what.partition('=')[0]} out, or give one number (-n 4)"
+                )

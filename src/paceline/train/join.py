@@ -112,7 +112,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         team.meet()
         group = team.group
     elif isinstance(chosen, Local):
-        chosen.refuse_fixed()
+        chosen.plan.refuse_fixed()
     if wires and not line:
         status.epoch = BEFORE if meeting.late else 0
         status.set("connecting")

@@ -26,9 +26,10 @@ from paceline.train.late import Late
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
 from paceline.train.pacing import Pacing
+from paceline.train.place import Change
 from paceline.train.replica import Replica
 from paceline.train.saving import Saver
-from paceline.train.team import Change, Team
+from paceline.train.team import Team
 from paceline.train.window import Window
 from paceline.transport.group import Group
 from paceline.transport.hub import HubGroup

@@ -84,6 +84,7 @@ class Pacing:
             else:
                 reason += ", or use --strategy async or bounded, whose fast workers take more batches by themselves"
             self._world.tell(f"--stragglers {self._rule} {reason}")
+            self._rule = "tell"
         elif self._rule == "less" and not self._shared:
             why = self._loaders[0].evenly if self._loaders else "batches do not come from run.loader"
             self._world.tell(f"--stragglers less: shares cannot follow the members' speed here, since {why}")

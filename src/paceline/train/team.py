@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 from paceline.checkpoint import pack, unpack
 from paceline.core.errors import Interrupted, PacelineError
@@ -32,6 +31,8 @@ from paceline.core.status import Status
 from paceline.core.view import Member, View
 from paceline.membership.line import Line
 from paceline.train.body import Body, Healing
+from paceline.train.handing import given, let_go, plain
+from paceline.train.place import Change, Place
 from paceline.transport.group import Group, solo
 from paceline.transport.wires import Wires
 
@@ -39,73 +40,6 @@ T = TypeVar("T")
 NEW = -1  # commits of one that has no state yet
 _LANE = "heal"
 _MOST_LAG = 1  # between members of one view; who was away for longer does not make up for it
-
-
-class Place(msgspec.Struct, frozen=True):
-    """How far a member has come."""
-
-    commits: int
-    operations: int
-    turns: int  # of the loop that it has begun
-    saving: bool = False  # after its last commit a checkpoint is due
-    easy: bool = False  # it stands between two turns
-    begins: bool = False  # it has counted the turn that it is about to begin
-    formed: int = 0  # number of the view in which its last commit was
-    even: bool = False  # it has drawn nothing since then
-    away: bool = False  # others have gone on without it since then
-
-    @property
-    def begun(self) -> int:
-        """Turns that it has really begun."""
-        return self.turns - self.begins
-
-    @property
-    def state(self) -> tuple[int, int]:
-        """Whoever has the greater one has what counts.
-
-        Members that go on without one may take the step that it took when it was left out already, without knowing it:
-        two of one number, and that of the newer view counts.
-        """
-        return self.commits, self.formed
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What a new view brought, for those who watch."""
-
-    number: int
-    size: int
-    lost: tuple[int, ...]  # ids
-    joined: tuple[int, ...]
-    healed: tuple[int, ...]  # ids of those that were given the state
-    seconds: float
-    reason: str
-    least: int = 1  # with fewer members nobody takes a step
-    short: bool = False  # there were too few before, and they waited for this view
-    late: tuple[int, ...] = ()  # of `lost`, those that live, but did not come to a round in time
-
-    @property
-    def text(self) -> str:
-        """
-        >>> Change(number=3, size=3, lost=(1,), joined=(), healed=(), seconds=0.21, reason="").text
-        'member 1 is gone, 3 members go on (after 0.2 s)'
-        >>> Change(number=3, size=1, lost=(1,), joined=(), healed=(), seconds=0.21, reason="", least=2).text
-        'member 1 is gone, 1 member is left and waits: at least 2 are needed (after 0.2 s)'
-        """
-        gone = tuple(id for id in self.lost if id not in self.late)
-        what = [f"{_members(gone)} gone"] if gone else []
-        what += [f"{_members(self.late)} late for a round"] if self.late else []
-        what += [f"{_members(self.joined)} here"] if self.joined else []
-        one = self.size == 1
-        on = f"{'1 member goes' if one else f'{self.size} members go'} on"
-        if self.size < self.least:
-            are = "1 member is left and waits" if one else f"{self.size} members are left and wait"
-            on = f"{are}: at least {self.least} are needed"
-        return ", ".join([*(what or ["the connections were made anew"]), f"{on} (after {self.seconds:.1f} s)"])
-
-
-def _members(ids: tuple[int, ...]) -> str:
-    one = len(ids) == 1
-    return ("member " if one else "members ") + ", ".join(map(str, ids)) + (" is" if one else " are")
 
 
 class Team:
@@ -327,7 +261,7 @@ class Team:
         if not self.adrift:
             self._wires.leave()  # others who still wait in it are to notice too
             self._report(error)
-        _let_go(error)
+        let_go(error)
         self._form_next(error, linger=linger)
 
     @property
@@ -367,7 +301,7 @@ class Team:
                 self._wires.leave()
                 reason = reason or str(again)
                 self._report(again)
-                _let_go(again)
+                let_go(again)
         self._line.formed(view.number, self.body.step if self.body else 0)
         self._status.set(doing)
         before = {m.id for m in old.members} if old else set()
@@ -460,12 +394,12 @@ class Team:
         together = body is None or not body.apart
         if together and behind and all(p.easy for p in places) and all(places[r].commits == NEW for r in behind):
             healing = Healing(source, tuple(behind))
-        state = _given(group, source, behind, lambda: self._state(healing))
+        state = given(group, source, behind, lambda: self._state(healing))
         if healing and group.rank in behind:
             healing = healing._replace(pipe=self._wires.mesh.channel(source, _LANE))
         short = [r for r, p in enumerate(places) if p.operations < operations and p.commits != NEW]
         knows = next(rank for rank, p in enumerate(places) if p.operations == operations)
-        result = _given(group, knows, short, lambda: pack(_plain(self._result)))
+        result = given(group, knows, short, lambda: pack(plain(self._result)))
         if self.body:
             even = all(p.even for p in places if p.state == newest)
             self.body.regroup(group, state, healing, even=even)
@@ -500,41 +434,3 @@ class Team:
         if self.view and error.rank is not None and error.rank < self.view.size:
             blamed = self.view.members[error.rank].id
         self._line.broken(self._number, blamed, str(error))
-
-
-def _let_go(error: BaseException) -> None:
-    """Forget where an error came from: its frames hold the group that broke, with all of its shared memory, and are
-    held by each other until Python looks for cycles."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__context__
-
-
-def _given(group: Group, source: int, to: list[int], make: Callable[[], bytes]) -> bytes | None:
-    """Bytes from one member to some; None where there is nothing to get."""
-    if len(to) == group.size - 1 and to:  # all others
-        mine = make() if group.rank == source else b""
-        length = torch.tensor([len(mine)])
-        group.broadcast(length, source)
-        flat = _flat(mine) if mine else torch.zeros(int(length), dtype=torch.uint8)
-        group.broadcast(flat, source)
-        return None if group.rank == source else flat.numpy().tobytes()
-    if group.rank == source and to:
-        flat = _flat(make())
-        for rank in to:
-            group.send(flat, rank)
-    return group.recv(source).numpy().tobytes() if group.rank in to else None
-
-
-def _flat(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _plain(result: Any) -> Any:
-    """A result that can be handed on; what is of one member alone cannot."""
-    try:
-        pack(result)
-    except PacelineError:
-        return None
-    return result
