@@ -27,8 +27,13 @@ class Door:
         self.stands: list[Sequence[Stand]] = []
         self.mended: Callable[[Interrupted], None] | None = None
 
+    short = False
+
     def gather(self, count: int) -> bool:
         return not self.late
+
+    def muster(self) -> None:
+        pass
 
     def stand(self) -> Stand:
         return Stand()

@@ -199,7 +199,8 @@ def test_whoever_is_lost_when_every_sample_counts_once(data: st.DataObject) -> N
     def deal(state: dict[str, object]) -> None:
         for seat, m in enumerate(present):
             members.setdefault(m, loader()).go_on(state, seat, len(present))
-            iterators.setdefault(m, iter(members[m]))
+            if m not in iterators:
+                iterators[m] = iter(members[m])
             given_since[m] = []
 
     deal(probe.state_dict())

@@ -26,8 +26,12 @@ class Attending:
         self._rounds, self._world = rounds, world
         self._before: list[Any] = []  # the round under way, what codecs had left unsaid before it
 
-    def attend(self) -> None:
-        """Hold a round; returns when it is committed, or when the others go on without this member."""
+    def attend(self, *, between: bool) -> None:
+        """Hold a round; returns when it is committed, or when the others go on without this member.
+
+        `between`: two turns of the loop. Within one, what the script does after its step is still to come, so others
+        are not let in: the round is left to the end of the turn where somebody is to come first.
+        """
         rounds, commits, status = self._rounds, self._world.commits, self._world.status
         assert commits is not None
         count, doing = rounds.commits, status.what
@@ -36,6 +40,10 @@ class Attending:
             if not commits.gather(count):
                 rounds.place.since = 0  # it trains on for as long again
                 break
+            if not between and commits.short:
+                break
+            if between:
+                commits.muster()
             if rounds.commits != count:
                 break
             self._before = [part.unsaid() for part in rounds.parts]
@@ -47,6 +55,8 @@ class Attending:
                 continue
             if outcome.waits:
                 self._before = []  # nothing was said
+                if not between:
+                    break
                 commits.go()
                 continue
             self.end(counted=True)

@@ -213,7 +213,7 @@ class Local:
                 world.sent_bytes = rounds.sent_bytes
             rounds.stepped()
             if self.due:
-                self.attend()
+                self.attend(between=False)
             return
         self._steps += 1
         if self._steps >= self.warmup:
@@ -256,10 +256,10 @@ class Local:
 
     # ---- where members come and go
 
-    def attend(self) -> None:
+    def attend(self, *, between: bool = True) -> None:
         """Hold a round, or have its outcome from others who did; see `attending`."""
         assert self._attending is not None
-        self._attending.attend()
+        self._attending.attend(between=between)
 
     def work(self) -> dict[str, Any]:
         """What this member has learnt since the last round that it was in."""

@@ -100,7 +100,14 @@ class Commits(Protocol):
     """What a run does around rounds, where members that train apart come and go: see `paceline.train.apart`."""
 
     def gather(self, count: int) -> bool:
-        """This member comes to round `count`: wait until there are enough; False: the others go on without it."""
+        """This member comes to round `count`; False: the others go on without it."""
+
+    @property
+    def short(self) -> bool:
+        """Whether there are too few members to hold a round."""
+
+    def muster(self) -> None:
+        """Wait until there are enough."""
 
     def stand(self) -> Stand:
         """Where this member stands."""

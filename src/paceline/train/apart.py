@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from paceline.checkpoint import Pipe, pack, seed_newcomer, unpack
 from paceline.core.errors import Interrupted, PacelineError
 from paceline.data import Loader
@@ -143,7 +145,7 @@ class Apart:
         same = before is not None and theirs.number == before.number
         stays = same and not included and not self._fresh and theirs.seat(self._me) >= 0
         work = self._strategy.work() if stays else None
-        self._saver.restore(state["parts"], self._put)
+        self._saver.restore(state["parts"], self._put_agreed if included else self._put)
         self._strategy.take_over(work, included=included)
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self.closed, self._division = state["closed"], theirs
@@ -169,6 +171,11 @@ class Apart:
         if not isinstance(part, Loader):
             part.load_state_dict(own)
 
+    def _put_agreed(self, part: Stateful, own: dict[str, Any]) -> None:
+        """Who was in the round has only missed its end: what it tracks is where it is."""
+        if part is self._strategy or isinstance(part, torch.nn.Module):
+            part.load_state_dict(own)
+
     def take_own(self, states: Sequence[dict[str, Any]]) -> None:
         """What this member had of its own when a checkpoint was written; nothing where the run had no such member."""
         if states:
@@ -182,11 +189,16 @@ class Apart:
             team.go()
         if team.adrift:
             return False
-        if self._strategy.rounds == count:
-            if plan.quorum:
-                team.here(count, plan.quorum, plan.grace_s)
-            team.muster()
+        if plan.quorum and self._strategy.rounds == count:
+            team.here(count, plan.quorum, plan.grace_s)
         return True
+
+    @property
+    def short(self) -> bool:
+        return self._team.group.size < self._team.least
+
+    def muster(self) -> None:
+        self._team.muster()
 
     def stand(self) -> Stand:
         team = self._team
