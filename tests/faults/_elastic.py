@@ -29,6 +29,7 @@ def run_with(
     means: Mapping[str, Any] | None = None,
     checkpoint_every_s: float = 0.5,
     stragglers: str = "tell",
+    replacements: int = 3,
 ) -> Result:
     """Train to the end while the plan is carried out."""
     kept, ledger = Kept(), tmp_path / "ledger"
@@ -46,7 +47,7 @@ def run_with(
             stragglers=stragglers,
         ),
         threads=1,
-        elastic=(elastic := Elastic(least=least, most=most, silence_s=1.5)),
+        elastic=(elastic := Elastic(least=least, most=most, silence_s=1.5, replacements=replacements)),
         env=env or {},
     )
     return carry_out(plan, ElasticJob(spec, elastic, kept, say=kept.say), kept, ledger, LIMIT_S, **(means or {}))

@@ -66,6 +66,23 @@ def test_a_slow_member_leaves_and_is_not_replaced(slow):
     assert sorted(formed(world, 30.0)) == [0, 1, 2, 3]
 
 
+def test_members_are_told_who_left_and_was_not_lost():
+    roster = Roster(Rules(least=1, target=3, most=3, replacements=0), now=0.0)
+    roster.host("a", 3, (), 0.0)
+    for id in range(3):
+        roster.arrive(id, Member(rank=id, host="a", pid=id + 1), 0, 0.1)
+    roster.formed(0, 1, 0.2)
+    roster.take()
+    roster.slow(1, "takes twice as long", 0.3)
+    (view,) = [order for to, order in roster.take() if isinstance(order, NewView) and to == 0]
+    assert (ids(view.view), view.left) == ([0, 2], (1,))
+    roster.formed(0, 2, 0.4)
+    roster.ended("a", 1, 0, 0.5)
+    roster.ended("a", 2, -9, 0.6)
+    (view,) = [order for to, order in roster.take() if isinstance(order, NewView) and to == 0]
+    assert (ids(view.view), view.left) == ([0], (1,))
+
+
 def test_nobody_leaves_for_being_slow_where_the_least_are_there():
     world = World({"a": 2}, least=2, target=2, most=4)
     assert formed(world) == [0, 1]

@@ -84,6 +84,13 @@ class Books:
         self.dirty = True
         self.out.append((to, order))
 
+    def show_view(self, id: int) -> None:
+        """Tell a member of the present view."""
+        run = self.run
+        assert run.view is not None
+        left = tuple(seat.id for seat in self.seats.values() if seat.left and seat.id not in run.ids)
+        self.say(id, NewView(term=run.term, view=run.view, planned=run.planned, left=left))
+
     def send_home(self, id: int) -> None:
         """Tell a member of the view that nobody stays in it: a planned view of nobody."""
         self.say(id, NewView(term=self.run.term, view=View(number=self.run.number, members=()), planned=True))

@@ -11,7 +11,6 @@ import msgspec
 
 from paceline.core.view import Member, View
 from paceline.membership.books import Books
-from paceline.membership.orders import NewView
 from paceline.membership.seats import Seat
 
 _REPEATS = 3  # views of the same members, none of them formed, before the most blamed is left out
@@ -113,7 +112,7 @@ class Forming:
             if id in ids and not planned:
                 seat.held = run.number
             if seat.member is not None and run.view:  # also one who is lost: it may still hear
-                books.say(id, NewView(term=run.term, view=run.view, planned=planned))
+                books.show_view(id)
 
     def _drop_lost(self, now: float) -> None:
         run = self._books.run

@@ -83,6 +83,7 @@ class NewView(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     term: int
     view: View
     planned: bool
+    left: tuple[int, ...] = ()  # ids of those that are not in it and were not lost: they were asked to go, or went
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):

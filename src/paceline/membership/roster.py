@@ -19,7 +19,7 @@ from paceline.core.view import Member
 from paceline.membership.books import Books, Order, To
 from paceline.membership.forming import Forming
 from paceline.membership.messages import Refused
-from paceline.membership.orders import Drain, NewView, Noted, Over, Picture, Seen, Standing, Start, Stop
+from paceline.membership.orders import Drain, Noted, Over, Picture, Seen, Standing, Start, Stop
 from paceline.membership.seats import Rules, Seat
 from paceline.membership.staff import STOPPED, Staff
 
@@ -97,7 +97,7 @@ class Roster:
         rules, begun = books.rules, run.number > 0
         books.say(id, Standing(term=run.term, settings=rules.settings, least=rules.least, view=run.view, begun=begun))
         if run.view and view < run.number and (view or id in run.ids):
-            books.say(id, NewView(term=run.term, view=run.view, planned=run.planned))
+            books.show_view(id)
         if was == "lost" and self._going(seat):
             self._staff.drain(seat, now)
         elif seat.draining:
@@ -400,7 +400,7 @@ class Roster:
         run, was = self._books.run, seat.state
         self._books.revive(seat, now)
         if was == "lost" and seat.here and run.view:
-            self._books.say(seat.id, NewView(term=run.term, view=run.view, planned=run.planned))
+            self._books.show_view(seat.id)
         if was == "lost" and self._going(seat):
             self._staff.drain(seat, now)
             if run.home and seat.id in run.ids:

@@ -71,6 +71,12 @@ class Seat(msgspec.Struct, kw_only=True):
     def here(self) -> bool:
         return self.state in _HERE
 
+    @property
+    def left(self) -> bool:
+        """Whether who sat here last was not lost, but has gone or is to go."""
+        again = self.state == "starting" and not self.why
+        return self.draining or self.state in ("idle", "drained") or again
+
 
 class HostSeen(msgspec.Struct, kw_only=True):
     """A host as its agent told of it."""

@@ -21,12 +21,14 @@ from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
+from paceline.train.accounts import Accounts
 from paceline.train.late import Late
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
 from paceline.train.pacing import Pacing
 from paceline.train.replica import Replica
 from paceline.train.saving import Saver
+from paceline.train.stragglers import Pace, heard
 from paceline.train.team import Change, Team
 from paceline.train.window import Window
 from paceline.transport.group import Group
@@ -69,6 +71,7 @@ class Loop:
         self._lead = lead  # take over what the first member does besides training, or leave it to another
         self._leads = world.group.rank == 0 and not (team and team.outside)
         self._outermost = Outermost(self._warn)
+        self.accounts = Accounts(team.own) if team else None  # of all who come and go
         self._replica = Replica(
             world=world,
             strategy=strategy,
@@ -76,6 +79,7 @@ class Loop:
             meter=meter,
             loaders=loaders,
             seed=seed,
+            accounts=self.accounts or Accounts(0),
             on_group=self._regrouped,
         )
         self._here = set(world.group.ranks)
@@ -114,11 +118,24 @@ class Loop:
             self._team.committed(self._meter.step + 1)
             self._replica.committed()
         if optimizer is self._optimizers[0]:
+            self._count()
             self._pacing.after_step(self._meter.after_step())
             saves = self._world.granted or (self._world.group.size == 1 and self._world.wish)
             self._replica.saving = self._replica.saving or saves
             self._world.granted = False
             self._world.wish = self._saver.due
+
+    def _count(self) -> None:
+        """Whose samples this step was made of."""
+        tally, paces = self._world.tally, heard(self._world.paces)
+        if not self._team or not self.accounts:
+            tally.commit(tally.pending)
+            return
+        members = self._team.seated
+        if len(paces) != len(members):  # nothing was exchanged
+            paces = [Pace(0.0, 0.0, 0.0, samples=tally.pending)] if len(members) == 1 else []
+        self.accounts.committed(members, paces)
+        tally.commit(paces[self._world.group.rank].samples if paces else tally.pending)
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
         self.window.open = False

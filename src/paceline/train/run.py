@@ -138,6 +138,8 @@ class Run:
             lead=lead,
             stragglers=settings.stragglers,
         )
+        if team and (accounts := self._loop.accounts):
+            ending.others = lambda: (accounts.rows({id for id, _ in team.seated}, team.left), accounts.seconds)
         self._began = False
         self._pool: Pool | None = None  # threads that train now
 
@@ -441,7 +443,8 @@ class Run:
         return data_s, self._world.waited, self.group.sent_bytes + self._world.sent_bytes, self._tally.drawn
 
     def _totals(self) -> dict[str, Any]:
-        return {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
+        mine = {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
+        return self._loop.accounts.own(mine) if self._loop.accounts else mine
 
     def _finish(self) -> Mapping[str, Any]:
         self._ending.left_early = self._loop.under_way

@@ -123,7 +123,7 @@ class Team:
         self.body: Body | None = None
         self._line = line
         self._wires = wires
-        self._own = own
+        self.own = own
         self._limit_s = limit_s
         self._status = status
         self._number = 0  # of the newest view that this member has acted on
@@ -142,6 +142,16 @@ class Team:
             self.commits = NEW
             return
         self._form_next(None)
+
+    @property
+    def seated(self) -> list[tuple[int, str]]:
+        """Ids and hosts of the present group."""
+        return [(m.id, m.host) for m in self.view.members] if self.view else []
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Ids of those that are not in the view, and were not lost."""
+        return self._line.newest.left if self._line.newest else ()
 
     @property
     def outside(self) -> bool:
@@ -192,7 +202,7 @@ class Team:
                 away = self.operations > before + 1 or self.commits != commits
                 if away and not in_turn:
                     raise PacelineError(
-                        f"member {self._own} was away while the others ended what it did with them, and went on: its "
+                        f"member {self.own} was away while the others ended what it did with them, and went on: its "
                         "script stands where they are no more, so it ends, to be started again"
                     ) from None
                 if mine and self.operations > before:  # it had ended elsewhere; what each gets of it may be its own
@@ -333,12 +343,12 @@ class Team:
                 raise
             self._number = heard.view.number
             for member in heard.view.members:
-                if member.id == self._own and member.pid == os.getpid():
+                if member.id == self.own and member.pid == os.getpid():
                     return heard.view, member
             self._go_if_drained()
             if self.commits == 0:
                 raise PacelineError(
-                    f"member {self._own} was left out of view {heard.view.number} while it prepared to train with the "
+                    f"member {self.own} was left out of view {heard.view.number} while it prepared to train with the "
                     "others, who go on: it ends, to be started again"
                 )
             self._away = True
@@ -405,7 +415,7 @@ class Team:
         old = self._away and all(p.away or p.commits == NEW for p in places)
         if old and any(p.commits == NEW for p in places) and self.body and self.body.outdated:
             raise PacelineError(
-                f"member {self._own} was away while the others went on and were lost: a checkpoint is newer than what "
+                f"member {self.own} was away while the others went on and were lost: a checkpoint is newer than what "
                 "it has; it ends, to be started again from there"
             )
 
