@@ -150,8 +150,11 @@ def test_a_member_that_left_with_exit_code_0_is_named(leaver, quick):
     """
     done = run("-n", "2", "--name", "x", write(source), leaver, quick)
     assert done.returncode == 1
-    assert f"rank {leaver} had left before with exit code 0" in done.stderr
+    said = f"paceline: rank {leaver} left in the middle of the run: its script ended with exit code 0"
+    assert said in done.stderr
     assert f"runs/x/logs/rank-{leaver}.log" in done.stderr
+    assert f"rank {1 - int(leaver)} could not go on without it: exit code 1" in done.stderr
+    assert "failed first" not in done.stderr
 
 
 def test_a_killed_member_is_reported_with_a_hint():

@@ -21,6 +21,8 @@ from paceline.membership.seats import HostSeen, Rules, Run, Seat, Watch
 To: TypeAlias = int | str  # a member's id, or a host's name
 Order: TypeAlias = Standing | NewView | Drain | Noted | Refused | Start | Stop | Over
 
+LEFT = "left: its script ended before the run did"  # why a seat is empty
+FAILED = "left: failed"  # its process has not ended yet; how it does says more
 _PATIENCE = 3  # silences between a loss and the end of a process that still runs: it may come back
 _BACK_OFF_S, _BACK_OFF_MOST_S = 0.5, 30.0
 
@@ -129,6 +131,12 @@ class Books:
         watch.stop_at = None if ended else now + self.patience_s
         if ended:
             seat.member, seat.ready, seat.condemned, watch.paused = None, 0, False, None
+
+    def part(self, seat: Seat, now: float) -> None:
+        """A member's script has ended before the run did: it has left, and nobody is started in its place."""
+        seat.parting, seat.wanted, seat.why = True, False, LEFT
+        self.turn(seat, "drained", now)
+        self.watch[seat.id].start_by = self.watch[seat.id].stop_at = None
 
     def revive(self, seat: Seat, now: float) -> None:
         """One that was lost is there again, in the same process: it stays, and is taken in once it is ready."""

@@ -30,6 +30,8 @@ class Forming:
     def settle(self, now: float) -> None:
         """Make the view that follows from the books, if one does."""
         run = self._books.run
+        if run.over is None and run.view and self._all_part():
+            return
         if run.over is None and run.view:
             self._drop_lost(now)
         if run.over is None and run.view and all(self._seat(i).state == "finished" for i in run.ids):
@@ -134,6 +136,17 @@ class Forming:
         self.new_view(self._staying(base), False, now)
         if run.view is None and finished:
             self._books.end("left", "")
+
+    def _all_part(self) -> bool:
+        """Whether the scripts of all who are left have ended before the run did: then it is over, as if it had
+        finished, once their processes have ended well."""
+        books, run = self._books, self._books.run
+        base = [self._seat(i) for i in (run.old if run.pending else run.ids)]
+        if not any(s.parting for s in base) or not all(s.parting or s.state == "finished" for s in base):
+            return False
+        if not any(s.parting and books.hosts.runs(s.host, s.id) for s in base):
+            books.end("left", "")
+        return True
 
     def _dark(self, base: Sequence[int], now: float) -> bool:
         """Whether to wait: everybody is lost, but not dead. It may be we who were cut off, while they went on."""

@@ -64,6 +64,7 @@ class Seat(msgspec.Struct, kw_only=True):
     replaced: int = 0
     fails: int = 0  # losses in a row without a view that was formed
     why: str = ""  # how it was lost last
+    parting: bool = False  # its script has ended before the run did; well, unless its process says otherwise
     vain: bool = False  # a process ended here by itself, and not well, before the run had taken a step
     past: list[tuple[str, int]] = []  # host and pid of those that were replaced
 
@@ -133,3 +134,8 @@ class Watch:
     start_by: float | None = None  # when it must have arrived
     stop_at: float | None = None  # when its process will be ended if it still runs
     faults: list[float] = field(default_factory=list)  # when it was left out of a view
+
+
+def process_of(seat: Seat) -> list[tuple[str, int]]:
+    """Host and pid of who sits there, if somebody does."""
+    return [(seat.member.host, seat.member.pid)] if seat.member else []

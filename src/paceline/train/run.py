@@ -451,7 +451,7 @@ class Run:
         if self._team:
             if self._team.drained:
                 self._saver.report(wait=True)  # who has left may be ended at any time
-            early = "drained" if self._team.drained else "failed"
+            early = "drained" if self._team.drained else "failed" if self._ending.failed else "left"
             self._team.leave(early if self._ending.failed or self._loop.under_way else "finished")
         for loader in self._loaders:  # worker processes must not outlive what they give their batches to
             loader.close()
