@@ -7,6 +7,7 @@ import shlex
 import signal
 from pathlib import Path
 
+from paceline.core import status
 from paceline.core.lost import was
 from paceline.membership.agent import Ended, Outcome
 from paceline.membership.lines import clean
@@ -66,6 +67,20 @@ def _left(gone: list[Ended], others: list[Ended], logs: dict[int, Path]) -> str:
     ]
     lines += [f"  rank {e.rank} could not go on without it: {exit_text(e.code)} ({logs[e.rank]})" for e in others]
     return "\n".join(lines)
+
+
+def left_early(outcome: Outcome, directory: Path, logs: dict[int, Path], workers: int) -> list[str]:
+    """What to say of workers whose script ended before the run did, where the others went on and finished."""
+    said = {e.rank: status.read(directory / "status" / f"rank-{e.rank}", e.rank) for e in outcome.ended}
+    what = {e: doing.what for e in outcome.ended if e.rank < workers and (doing := said[e.rank])}
+    if "finished" not in what.values():
+        return []
+    return [
+        f"rank {e.rank} left in the middle of the run: its script ended with exit code 0, after {e.seconds:.1f} s; the "
+        f"others went on without it ({logs[e.rank]})"
+        for e, text in what.items()
+        if text == "left early" and e.code == 0
+    ]
 
 
 def lost(rank: int, how: str) -> str:
