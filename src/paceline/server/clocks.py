@@ -16,7 +16,7 @@ class Clocks:
     (0, 0)
     >>> clocks.count(0, step=1)
     >>> clocks.lead(0), clocks.lead(1)
-    (1, 0)
+    (1, -1)
     """
 
     def __init__(self) -> None:
