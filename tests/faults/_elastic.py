@@ -31,6 +31,7 @@ def run_with(
     stragglers: str = "tell",
     strategy: str = "allreduce",
     silence_s: float = 1.5,
+    replacements: int = 3,
 ) -> Result:
     """Train to the end while the plan is carried out."""
     kept, ledger = Kept(), tmp_path / "ledger"
@@ -49,7 +50,7 @@ def run_with(
             strategy=strategy,
         ),
         threads=1,
-        elastic=(elastic := Elastic(least=least, most=most, silence_s=silence_s)),
+        elastic=(elastic := Elastic(least=least, most=most, silence_s=silence_s, replacements=replacements)),
         env=env or {},
     )
     return carry_out(plan, ElasticJob(spec, elastic, kept, say=kept.say), kept, ledger, LIMIT_S, **(means or {}))

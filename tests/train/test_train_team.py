@@ -359,7 +359,7 @@ def test_one_that_is_left_out_while_it_prepares_ends(scheduler: Scheduler) -> No
     together(one.team.meet, other.team.meet)
     view = one.team.view
     assert view is not None
-    one.team._number, one.team._own = 0, 2  # as if that view had been made without it
+    one.team._number, one.team.own = 0, 2  # as if that view had been made without it
     with pytest.raises(PacelineError, match="left out of view 1 while it prepared"):
         one.team._next_view()
     one.die()

@@ -14,8 +14,8 @@ from paceline.core.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
-_WORD = re.compile(  # such as 2bit and 50..400, which Python cannot read
-    r"(?<=[=(,\s])(?!\d+[eE]\d)(\d+[A-Za-z_]\w*|\d+\.\.\d+)(?=\s*[,)])"
+_WORD = re.compile(  # such as 2bit and 50..400, which Python cannot read; what is quoted stays as it is
+    r"""(?P<quoted>'[^']*'|"[^"]*")|(?<=[=(,\s])(?!\d+[eE]\d)(?P<word>\d+[A-Za-z_]\w*|\d+\.\.\d+)(?=\s*[,)])"""
 )
 
 _PARSING = threading.Lock()  # Python 3.11 may fail where several threads parse at once
@@ -57,6 +57,10 @@ def build(text: str, known: Mapping[str, Callable[..., T]], kind: str) -> T:
         raise ConfigError(f"{kind} {text!r}: {error}") from None
 
 
+def _quoted(found: re.Match[str]) -> str:
+    return found["quoted"] or f"'{found['word']}'"
+
+
 class Said(NamedTuple):
     """Words, read but not made into anything yet."""
 
@@ -76,11 +80,13 @@ def read(text: str, kind: str, known: Iterable[str] = ()) -> Said:
     Said(name='sync', positional=[], named={'backups': 1})
     >>> read("local(every=50..400, codec=topk(0.01, values=2bit))", "strategy").named
     {'every': '50..400', 'codec': "topk(0.01, values='2bit')"}
+    >>> read("local(codec='topk(0.01, values=2bit), decay=0.9')", "strategy").named
+    {'codec': 'topk(0.01, values=2bit), decay=0.9'}
     """
     keyword = _KEYWORD.match(text)
     try:
         with _PARSING:
-            tree = ast.parse(_WORD.sub(r"'\1'", _KEYWORD.sub(r"\1_", text.strip())), mode="eval").body
+            tree = ast.parse(_WORD.sub(_quoted, _KEYWORD.sub(r"\1_", text.strip())), mode="eval").body
     except SyntaxError:
         raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)") from None
     if isinstance(tree, ast.Name):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
+from paceline.launch import names
 
 # Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
 _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
@@ -46,10 +47,10 @@ def check_fixed(settings: Settings) -> None:
 
 
 def check_strategy(text: str, codec: str = "") -> None:
-    """Make the strategy once. Names alone are checked by `names`; only options, and codecs that a strategy may not
-    take, are worth importing torch for."""
+    """Make the strategy once. Names alone are checked by `names`; only options, those that are missing, and codecs that
+    a strategy may not take, are worth importing torch for."""
     coded = codec not in ("", "none") and text != "allreduce"
-    if coded or any(mark in text + codec for mark in "(,"):
+    if coded or text.strip() in names.INCOMPLETE or any(mark in text + codec for mark in "(,"):
         from paceline.strategies import make_strategy
 
         make_strategy(text, codec)

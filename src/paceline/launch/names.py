@@ -23,6 +23,7 @@ STRATEGIES = (
     "sparseloco",
     "async_local",
 )
+INCOMPLETE = ("bounded", "post_local")  # strategies that cannot do without an option
 CODECS = (
     "none",
     "auto",

@@ -79,7 +79,7 @@ class Going(msgspec.Struct, frozen=True, tag="going"):
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """Do not wait for me."""
 
-    reason: str  # finished, drained, failed
+    reason: str  # finished, drained, left (the script has ended before the run did), failed
 
 
 class Standing(msgspec.Struct, frozen=True, tag="standing", kw_only=True):
@@ -98,6 +98,7 @@ class NewView(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     term: int
     view: View
     planned: bool
+    left: tuple[int, ...] = ()  # ids of those that are not in it and were not lost: they were asked to go, or went
     late: tuple[int, ...] = ()  # ids of those that were left out because they did not come to a round in time
 
 
@@ -230,11 +231,12 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     host: str
     pid: int
-    state: str  # starting, arrived, ready, in, draining, lost, finished
+    state: str  # starting, arrived, ready, in, draining, leaving, drained, lost, finished
     since: float  # time.time()
     replaced: int = 0  # times that it was started again
     why: str = ""  # how it was lost last
     again_at: float = 0.0  # time.time() from which it may be started again; 0: it is not
+    unsure: bool = False  # of one that is lost: how it ended may yet end the run instead
 
 
 class Picture(msgspec.Struct, frozen=True, tag="picture", kw_only=True):

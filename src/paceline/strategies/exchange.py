@@ -22,7 +22,7 @@ from paceline.core.errors import Interrupted, PacelineError
 from paceline.strategies.anchors import SKETCH
 from paceline.strategies.averaging import Averaging, BySamples, Mean, Seen
 from paceline.strategies.buckets import PACE
-from paceline.strategies.strategy import AFTER, BEFORE, Stand
+from paceline.strategies.strategy import AFTER, BEFORE, SPENT, Stand
 from paceline.transport.arena import Courier
 from paceline.transport.group import Group
 
@@ -32,7 +32,7 @@ MEET = -1
 class Note(NamedTuple):
     """What a member tells before an exchange.
 
-    >>> stand = Stand(step=7, seat=1, drawn=(4, 5))
+    >>> stand = Stand(step=7, seat=1, drawn=(4, 5), spent=(1.0, 2.0, 3.0, 4.0, 5.0))
     >>> note = Note(2, Seen(samples=3.0, loss=1.0), pace=(1.0,) * PACE, changed=(True, False), stand=stand)
     >>> Note.of(note.numbers().tolist()) == note
     True
@@ -52,15 +52,16 @@ class Note(NamedTuple):
     def numbers(self) -> torch.Tensor:
         flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, self.turn]
         flat += (*self.pace, *(0.0,) * PACE)[:PACE]
-        step, move, out, seat, drawn = self.stand
-        flat += [*self.sketch, step, move, out, seat, len(drawn), *drawn]
+        step, move, out, seat, drawn, spent = self.stand
+        flat += [*self.sketch, step, move, out, seat, *spent, len(drawn), *drawn]
         return torch.tensor([*flat, *self.changed], dtype=torch.float64)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Note:
         fragment, sound, samples, tokens, loss, steps, squares, wish, turn, *rest = numbers
         pace, sketch, rest = rest[:PACE], rest[PACE : PACE + SKETCH], rest[PACE + SKETCH :]
-        step, move, out, seat, loaders, *rest = rest
+        step, move, out, seat, *rest = rest
+        spent, (loaders, *rest) = tuple(rest[:SPENT]), rest[SPENT:]
         drawn, changed = rest[: int(loaders)], rest[int(loaders) :]
         return cls(
             fragment=int(fragment),
@@ -72,7 +73,7 @@ class Note(NamedTuple):
             turn=turn,
             pace=tuple(pace),
             changed=tuple(map(bool, changed)),
-            stand=Stand(int(step), int(move), bool(out), int(seat), tuple(map(int, drawn))),
+            stand=Stand(int(step), int(move), bool(out), int(seat), tuple(map(int, drawn)), spent),
         )
 
 

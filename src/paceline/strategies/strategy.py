@@ -26,6 +26,8 @@ class Tally:
     def __init__(self) -> None:
         self.drawn = 0.0
         self.nominal = 0.0
+        self.pending = 0.0  # of them, those that no step has taken yet
+        self._kept = 0.0  # of these, those that are not drawn again where a step is dropped
         self.weight = 1.0  # of the batch drawn last
         self.idle = False  # this member takes part, but nothing of what it draws counts
         self.listeners: list[Callable[[float], None]] = []  # told when it changes
@@ -36,9 +38,20 @@ class Tally:
     def add(self, drawn: int, nominal: int) -> None:
         drawn = 0 if self.idle else drawn
         self.drawn += drawn
+        self.pending += drawn
         self.nominal += nominal
         self._since.add(drawn / nominal)
         self._weigh(drawn / nominal)
+
+    def commit(self, taken: float = 0.0) -> None:
+        """A step was taken, of so many samples: what was drawn stays drawn."""
+        self.pending = max(self.pending - taken, 0.0)
+        self._kept = self.pending
+
+    def drop(self) -> None:
+        """What was drawn since the last commit counts for nothing, and is drawn again."""
+        self.drawn -= self.pending - self._kept
+        self.pending = self._kept
 
     def rest(self, idle: bool) -> None:
         """From now on nothing counts that this member draws, or again all."""
@@ -84,6 +97,7 @@ class Pass(NamedTuple):
 
 
 BEFORE, AFTER = 1, 2
+SPENT = 5  # numbers
 
 
 class Stand(NamedTuple):
@@ -94,6 +108,7 @@ class Stand(NamedTuple):
     out: bool = False  # it has no more batches, as the epoch is divided now
     seat: int = -1  # its place in that division; -1: none
     drawn: tuple[int, ...] = ()  # batches since then, of each loader
+    spent: tuple[float, ...] = (0.0,) * SPENT  # since the last round: see `paceline.train.apart`
 
 
 class Commits(Protocol):

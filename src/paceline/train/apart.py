@@ -25,15 +25,18 @@ import torch
 
 from paceline.checkpoint import Pipe, pack, seed_newcomer, unpack
 from paceline.core.errors import Interrupted, PacelineError
+from paceline.core.step import StepReport
 from paceline.data import Loader
 from paceline.strategies import Local, World
-from paceline.strategies.strategy import AFTER, BEFORE, Stand
+from paceline.strategies.strategy import AFTER, BEFORE, SPENT, Stand
 from paceline.train import again
+from paceline.train.accounts import Accounts
 from paceline.train.body import Healing
 from paceline.train.division import Division, Seat
 from paceline.train.groups import SavedOptimizer
 from paceline.train.meter import Meter
 from paceline.train.saving import Saver, Stateful
+from paceline.train.stragglers import Pace
 from paceline.train.team import Team
 from paceline.transport.group import Group
 
@@ -55,6 +58,7 @@ class Apart:
         loaders: list[Loader],
         seed: int,
         team: Team,
+        accounts: Accounts,
         on_group: Callable[[Group], object],
         mend: Callable[[Interrupted], object],
     ) -> None:
@@ -68,6 +72,10 @@ class Apart:
         self._loaders = loaders
         self._seed = seed
         self._team = team
+        self._accounts = accounts
+        # Since the last round that it was in: samples (which the tally has), seconds for data, computing and waiting,
+        # and bytes sent
+        self._spent: tuple[float, ...] = (0.0,) * SPENT
         self._on_group = on_group
         self._mend = mend
         self._fresh = True  # no state was ever loaded or agreed on here
@@ -115,6 +123,7 @@ class Apart:
                     "division": division.plain(),
                     "took": [list(seat) for seat in self._took],
                     "closed": self.closed,
+                    "accounts": self._accounts.state(),
                 }
             )
 
@@ -146,6 +155,11 @@ class Apart:
         stays = same and not included and not self._fresh and theirs.seat(self._me) >= 0
         work = self._strategy.work() if stays else None
         self._saver.restore(state["parts"], self._put_agreed if included else self._put)
+        self._accounts.load(state["accounts"])
+        if included:
+            self._settled()
+        elif not stays:
+            self._world.tally.drop()
         self._strategy.take_over(work, included=included)
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self.closed, self._division = state["closed"], theirs
@@ -209,6 +223,7 @@ class Apart:
             out=self._out,
             seat=self._seat,
             drawn=tuple(map(self._drawn_of, range(len(self._loaders)))),
+            spent=(self._world.tally.pending, *self._spent[1:]),
         )
 
     def go(self) -> None:
@@ -223,6 +238,9 @@ class Apart:
         for stand in stands:
             if stand.seat >= 0:
                 division.count(stand.seat, stand.drawn)
+        paces = [Pace(s[1], s[2], 0.0, s[3], sent_bytes=s[4], samples=s[0]) for s in (x.spent for x in stands)]
+        self._accounts.committed(self._team.seated, paces)
+        self._settled()
         self._learnt = False
         self._took = self._present
         self._meter.step = max(stand.step for stand in stands)
@@ -239,8 +257,12 @@ class Apart:
 
     # ---- what the loop asks
 
-    def after_step(self) -> None:
+    def after_step(self, report: StepReport | None) -> None:
+        """`report`: of a step of the first optimizer."""
         self._learnt = True
+        if report:
+            told = (0.0, report.data_s, report.compute_s, report.wait_s, report.sent_bytes)
+            self._spent = tuple(before + more for before, more in zip(self._spent, told))
 
     def before_step(self) -> None:
         pass
@@ -288,6 +310,11 @@ class Apart:
         self._deal([loader.state_dict() for loader in self._loaders], seats=self._division.seats)
 
     # ---- inside
+
+    def _settled(self) -> None:
+        """What this member has drawn and spent is in the accounts."""
+        self._world.tally.commit(self._world.tally.pending)
+        self._spent = (0.0,) * SPENT
 
     @property
     def _dealt(self) -> Division:

@@ -10,6 +10,8 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -21,20 +23,21 @@ from paceline.data import Loader
 from paceline.strategies import Local, Strategy, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
+from paceline.train.accounts import Accounts
 from paceline.train.apart import Apart
 from paceline.train.late import Late
+from paceline.train.lateness import Lateness
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
 from paceline.train.pacing import Pacing
 from paceline.train.place import Change
 from paceline.train.replica import Replica
 from paceline.train.saving import Saver
+from paceline.train.stragglers import Pace, heard
 from paceline.train.team import Team
 from paceline.train.window import Window
 from paceline.transport.group import Group
 from paceline.transport.hub import HubGroup
-
-_OFTEN = (3, 10, 30, 100, 300, 1000)  # rounds that a member was late for, when it is told by name
 
 
 class Loop:
@@ -73,32 +76,26 @@ class Loop:
         self._lead = lead  # take over what the first member does besides training, or leave it to another
         self._leads = world.group.rank == 0 and not (team and team.outside)
         self._outermost = Outermost(self._warn)
+        self.accounts = Accounts(team.own) if team else None  # of all who come and go
+        parts: dict[str, Any] = {
+            "world": world,
+            "strategy": strategy,
+            "saver": saver,
+            "meter": meter,
+            "loaders": loaders,
+            "seed": seed,
+            "accounts": self.accounts or Accounts(0),
+            "on_group": self._regrouped,
+        }
         self._replica: Replica | Apart
         if team and isinstance(strategy, Local):
-            self._replica = world.commits = Apart(
-                world=world,
-                strategy=strategy,
-                saver=saver,
-                meter=meter,
-                loaders=loaders,
-                seed=seed,
-                team=team,
-                on_group=self._regrouped,
-                mend=lambda error: self._mend(error, linger=True),
-            )
+            mend = partial(self._mend, linger=True)
+            self._replica = world.commits = Apart(team=team, mend=mend, **parts)
         else:
-            self._replica = Replica(
-                world=world,
-                strategy=strategy,
-                saver=saver,
-                meter=meter,
-                loaders=loaders,
-                seed=seed,
-                on_group=self._regrouped,
-            )
+            self._replica = Replica(**parts)
         self._here = set(world.group.ranks)
         self._pacing = Pacing(stragglers, world=world, meter=meter, events=events, loaders=loaders, team=team)
-        self._late_for: dict[int, int] = {}  # rounds, by id
+        self._lateness = Lateness()
         self._late: Late | None = None  # where lost workers are replaced
         if world.replaces and isinstance(world.group, HubGroup) and isinstance(strategy, Served):
             self._late = Late(world.group, saver, strategy, seed)
@@ -127,9 +124,10 @@ class Loop:
         self.window.open = False
         first = optimizer is self._optimizers[0]
         if isinstance(self._replica, Apart):
-            self._replica.after_step()
-            if first:
-                self._pacing.after_step(self._meter.after_step())
+            report = self._meter.after_step() if first else None
+            self._replica.after_step(report)
+            if report:
+                self._pacing.after_step(report)
                 self._world.wish = self._saver.due
             self._strategy.stepped(optimizer)
             return
@@ -141,11 +139,24 @@ class Loop:
             self._team.committed(self._meter.step + 1)
             self._replica.committed()
         if first:
+            self._count()
             self._pacing.after_step(self._meter.after_step())
             saves = self._world.granted or (self._world.group.size == 1 and self._world.wish)
             self._replica.saving = self._replica.saving or saves
             self._world.granted = False
             self._world.wish = self._saver.due
+
+    def _count(self) -> None:
+        """Whose samples this step was made of."""
+        tally, paces = self._world.tally, heard(self._world.paces)
+        if not self._team or not self.accounts:
+            tally.commit(tally.pending)
+            return
+        members = self._team.seated
+        if len(paces) != len(members):  # nothing was exchanged
+            paces = [Pace(0.0, 0.0, 0.0, samples=tally.pending)] if len(members) == 1 else []
+        self.accounts.committed(members, paces)
+        tally.commit(paces[self._world.group.rank].samples if paces else tally.pending)
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
         self.window.open = False
@@ -360,13 +371,8 @@ class Loop:
         self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
         if self._world.group.rank == 0:
             print(f"paceline: {change.text}", file=sys.stderr)
-        for id in change.late:
-            self._late_for[id] = self._late_for.get(id, 0) + 1
-            if self._late_for[id] in _OFTEN:
-                self._world.tell(
-                    f"member {id} was late for {self._late_for[id]} rounds: what it learns counts a round later, and "
-                    "is left out where it misses the end of an epoch. Give it more time with grace_s, or let it leave"
-                )
+        for line in self._lateness.note(change):
+            self._world.tell(line)
 
     def _steps(self, size: int) -> int:
         """Of this epoch, those to come taken by so many; 0: not known."""

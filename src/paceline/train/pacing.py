@@ -100,7 +100,9 @@ class Pacing:
             link = self._links.note({})
         cpu_s = self._cpu_s - before
         more_s = max(0.0, self._queued_s - waited) if min(waited, self._queued_s) >= 0 else UNKNOWN
-        world.pace = Pace(report.data_s, report.compute_s, cpu_s, report.wait_s, link, more_s).numbers()
+        world.pace = Pace(
+            report.data_s, report.compute_s, cpu_s, report.wait_s, link, more_s, report.sent_bytes
+        ).numbers()
         numbers, world.paces = world.paces, []
         if not numbers:
             return

@@ -38,12 +38,13 @@ class Change(msgspec.Struct, frozen=True):
 
     number: int
     size: int
-    lost: tuple[int, ...]  # ids
+    lost: tuple[int, ...]  # ids of those that are gone
     joined: tuple[int, ...]
     healed: tuple[int, ...]  # ids of those that were given the state
     seconds: float
     reason: str
     least: int = 1  # with fewer members nobody takes a step
+    left: tuple[int, ...] = ()  # of these, who were not lost: they were asked to go, or went
     short: bool = False  # there were too few before, and they waited for this view
     late: tuple[int, ...] = ()  # of `lost`, those that live, but did not come to a round in time
 

@@ -21,6 +21,7 @@ from paceline.checkpoint import Coming, Lent, Pipe, digest, pack, seed_newcomer,
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.train import again, light
+from paceline.train.accounts import Accounts
 from paceline.train.body import Healing
 from paceline.train.meter import Meter
 from paceline.train.saving import Saver, Stateful
@@ -42,6 +43,7 @@ class Replica:
         meter: Meter,
         loaders: list[Loader],
         seed: int,
+        accounts: Accounts,
         on_group: Callable[[Group], object],
     ) -> None:
         self.epoch_step = 0  # steps before the epoch under way
@@ -52,6 +54,7 @@ class Replica:
         self._meter = meter
         self._loaders = loaders
         self._seed = seed
+        self._accounts = accounts
         self._on_group = on_group
         self._held: bytes | None = None  # the state to go on from when the loop asks for its next batch
         self._fresh = True  # nothing was ever restored or committed here
@@ -81,7 +84,7 @@ class Replica:
         return self._healing if self._stepped else None
 
     def state(self) -> bytes:
-        return self._held if self._held is not None else pack(self._state())
+        return self._held if self._held is not None else pack({**self._state(), "accounts": self._accounts.state()})
 
     def digest(self) -> bytes:
         return digest(self._state())
@@ -96,6 +99,7 @@ class Replica:
     def committed(self) -> None:
         """A step of the first optimizer was taken: what was drawn for it counts."""
         self._world.passed = 0
+        self._world.tally.commit()
         self._fresh = False
         self._stepped = self._healing is not None
         for loader in self._loaders:
@@ -130,6 +134,8 @@ class Replica:
             return
         state = self._opened(data)
         self._saver.restore(state["parts"], self._put)
+        self._accounts.load(state["accounts"])
+        self._world.tally.drop()
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self._world.passed = 0
         if self._fresh:
@@ -203,7 +209,8 @@ class Replica:
             if heavy is not None:
                 late[name] = heavy
         self._lent = Lent(late, pipes)
-        return pack({"parts": now, "place": state["place"], "late": self._lent.head})
+        more = {"place": state["place"], "accounts": self._accounts.state()}
+        return pack({"parts": now, **more, "late": self._lent.head})
 
     def before_step(self) -> None:
         """The weights are going to change: what is on its way must be there, or be kept as it is."""

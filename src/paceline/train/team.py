@@ -62,7 +62,7 @@ class Team:
         self.body: Body | None = None
         self._line = line
         self._wires = wires
-        self._own = own
+        self.own = own
         self._limit_s = limit_s
         self._status = status
         self._number = 0  # of the newest view that this member has acted on
@@ -84,6 +84,16 @@ class Team:
         self._form_next(None)
 
     @property
+    def seated(self) -> list[tuple[int, str]]:
+        """Ids and hosts of the present group."""
+        return [(m.id, m.host) for m in self.view.members] if self.view else []
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Ids of those that are not in the view, and were not lost."""
+        return self._line.newest.left if self._line.newest else ()
+
+    @property
     def outside(self) -> bool:
         return self.view is None
 
@@ -94,7 +104,7 @@ class Team:
     @property
     def me(self) -> tuple[int, int]:
         """This member's number for life, and its process."""
-        return self._own, os.getpid()
+        return self.own, os.getpid()
 
     @property
     def expected(self) -> tuple[int, int]:
@@ -142,7 +152,7 @@ class Team:
                 away = self.operations > before + 1 or self.commits != commits
                 if away and not in_turn:
                     raise PacelineError(
-                        f"member {self._own} was away while the others ended what it did with them, and went on: its "
+                        f"member {self.own} was away while the others ended what it did with them, and went on: its "
                         "script stands where they are no more, so it ends, to be started again"
                     ) from None
                 if mine and self.operations > before:  # it had ended elsewhere; what each gets of it may be its own
@@ -318,6 +328,7 @@ class Team:
                     seconds=time.monotonic() - began,
                     reason=reason,
                     least=self.least,
+                    left=tuple(sorted((before - now) & set(self.left))),
                     short=short,
                 )
             )
@@ -340,7 +351,7 @@ class Team:
             self._go_if_drained()
             if self.commits == 0:
                 raise PacelineError(
-                    f"member {self._own} was left out of view {heard.view.number} while it prepared to train with the "
+                    f"member {self.own} was left out of view {heard.view.number} while it prepared to train with the "
                     "others, who go on: it ends, to be started again"
                 )
             self._away = True
@@ -352,7 +363,7 @@ class Team:
             self._status.set("left out of the view: asking to be taken in again")
 
     def _is_me(self, member: Member) -> bool:
-        return member.id == self._own and member.pid == os.getpid()
+        return member.id == self.own and member.pid == os.getpid()
 
     def _go_if_drained(self) -> None:
         if self._line.drained:
@@ -418,7 +429,7 @@ class Team:
         old = self._away and all(p.away or p.commits == NEW for p in places)
         if old and any(p.commits == NEW for p in places) and self.body and self.body.outdated:
             raise PacelineError(
-                f"member {self._own} was away while the others went on and were lost: a checkpoint is newer than what "
+                f"member {self.own} was away while the others went on and were lost: a checkpoint is newer than what "
                 "it has; it ends, to be started again from there"
             )
 
