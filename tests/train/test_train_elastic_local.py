@@ -31,7 +31,8 @@ run = paceline.join(strategy=words)
 g = torch.Generator().manual_seed(1)
 data = torch.utils.data.TensorDataset(torch.randn(96, 6, generator=g), torch.randint(3, (96,), generator=g))
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(),
+norm = torch.nn.Identity() if gate else torch.nn.BatchNorm1d(64)  # which refuses a batch of one
+model = torch.nn.Sequential(torch.nn.Linear(6, 64), norm, torch.nn.ReLU(),
                             torch.nn.Linear(64, 32), torch.nn.Linear(32, 3))
 optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.02), model)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
