@@ -9,6 +9,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.launch import names
 
+_OF_ROUNDS = ("quorum", "overlap", "warmup", "inner", "median", "trimmed", "post_local")  # worth importing torch for
 # Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
 _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
 
@@ -54,6 +55,19 @@ def check_strategy(text: str, codec: str = "") -> None:
         from paceline.strategies import make_strategy
 
         make_strategy(text, codec)
+
+
+def check_rounds(strategy: str, members: tuple[int, int] | None) -> None:
+    """Refuse what local steps cannot do with members that come and go, as few and as many as these; None: they stay."""
+    if not any(word in strategy for word in _OF_ROUNDS):
+        return
+    from paceline.strategies import Local, make_strategy
+
+    made = make_strategy(strategy)
+    if isinstance(made, Local) and members:
+        made.refuse_elastic(*members)
+    elif isinstance(made, Local):
+        made.plan.refuse_fixed()
 
 
 def check_device(device: str, dev: Path = Path("/dev")) -> None:
