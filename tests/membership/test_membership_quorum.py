@@ -120,6 +120,14 @@ def test_a_loss_while_others_wait_is_not_waited_for() -> None:
     assert run.heard().late == (2,)
 
 
+def test_whose_line_is_cut_may_be_there() -> None:
+    run = Watched()
+    run.here(0, 1, 2)
+    run.roster.down(3, run.now)
+    run.wait(2.5)  # less than a silence
+    assert run.ids == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("view", [0, 99])
 def test_what_is_said_of_another_view_counts_for_nothing(view: int) -> None:
     run = Watched()

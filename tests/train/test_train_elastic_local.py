@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.data import Loader
-from paceline.launch import reach
+from paceline.launch import beforehand, reach
 from paceline.launch.spec import Elastic
 from paceline.membership.agent_line import scale
 from paceline.testing.cluster import Cluster
@@ -154,28 +155,40 @@ def test_all_who_are_asked_to_leave_hold_a_round_and_save_before_they_go(tmp_pat
     assert went_on == max(map(int, last)) + 1, "nothing that was learnt was lost"
 
 
-def test_what_is_for_members_that_stay_is_refused_and_the_other_way_round() -> None:
-    def told(words: str, elastic: Elastic | None, more: str = "") -> str:
-        script = f"""
+@pytest.mark.parametrize(
+    ("words", "members", "why"),
+    [
+        ("diloco(every=8, overlap=2)", (2, 4), "-n MIN:MAX does not go with overlap=2"),
+        ("post_local(warmup=5)", (2, 4), "-n MIN:MAX does not go with warmup=5"),
+        ("diloco(inner=allreduce)", (2, 4), "-n MIN:MAX does not go with inner=allreduce"),
+        ("diloco(quorum=5)", (2, 4), "quorum=5 with -n 2:4: from 2"),
+        ("diloco(quorum=2)", (3, 4), "quorum=2 with -n 3:4: from 3"),
+        ("local(average=median)", (2, 4), "average=median: of two members it is the mean"),
+        ("diloco(quorum=2)", None, "quorum=2: only a run whose members may come and go"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    words: str, members: tuple[int, int] | None, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        beforehand.check_rounds(words, members)
+
+
+def test_what_the_script_asks_for_is_refused_when_it_joins() -> None:
+    script = """
         import torch, paceline
+        run = paceline.join(progress="off", checkpoint_keep=0, strategy="diloco(every=4)")
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(range(8))
         try:
-            run = paceline.join(progress="off", checkpoint_keep=0, strategy={words!r})
-            {more or "pass"}
+            run.loader(Stream(), batch_size=2)
         except paceline.ConfigError as error:
             print("REFUSED", error)
-            raise SystemExit(0)
-        """
-        return Cluster(2, elastic=elastic).run(script)[0].output
-
+    """
     group = Elastic(least=2, most=2, replacements=0, standbys=0)
-    assert "REFUSED -n MIN:MAX does not go with overlap=2" in told("diloco(every=8, overlap=2)", group)
-    assert "REFUSED -n MIN:MAX does not go with warmup=5" in told("post_local(warmup=5)", group)
-    assert "REFUSED -n MIN:MAX does not go with inner=allreduce" in told("diloco(inner=allreduce)", group)
-    assert "REFUSED quorum=3 with -n 2:2: from 2" in told("diloco(quorum=3)", group)
-    assert "REFUSED average=median: of two members it is the mean" in told("local(average=median)", group)
-    assert "REFUSED quorum=2: only a run whose members may come and go" in told("diloco(quorum=2)", None)
-    stream = "run.loader(type('S', (torch.utils.data.IterableDataset,), {'__iter__': lambda s: iter(())})(), 4)"
-    assert "REFUSED run.loader: a stream" in told("diloco", group, stream)
+    for member in Cluster(2, elastic=group).run(script):
+        assert "REFUSED run.loader: a stream cannot be dealt out again by members that train apart" in member.output
 
 
 @settings(max_examples=60, deadline=None)

@@ -40,11 +40,12 @@ class Quorum:
 
     def look(self, now: float) -> None:
         """Time has passed."""
-        newest, base = self._newest, self._base
-        if newest is None or self._books.run.over is not None or not self._there:
+        books, newest, base = self._books, self._newest, self._base
+        if newest is None or books.run.over is not None or not self._there:
             return
-        missing = [i for i in base if i not in self._there and self._books.seats[i].here]
-        if not missing or len(base) - len(missing) < newest.quorum:
+        # One whose line is cut may be there: it says so again, or is lost.
+        missing = [i for i in base if i not in self._there and books.seats[i].here and books.watch[i].down is None]
+        if not missing or sum(i in self._there for i in base) < newest.quorum:
             self._since = None
             return
         self._since = now if self._since is None else self._since
