@@ -282,6 +282,7 @@ class Loader:
         self.seed, self._loaded = state["seed"], dict(state) if self.terms.pad else {}
         self.set_epoch(state["epoch"])
         self._earlier, self._goes_on = None, state.get("goes_on", False)
+        self.mark()
 
     def go_on(self, state: dict[str, Any], rank: int, size: int, *, idle: bool = False) -> None:
         """Go on from a state as another one of so many members; so does the loop that is under way.
