@@ -84,7 +84,7 @@ def test_a_bound_holds() -> None:
 
     def watched(rank: int, total: int) -> None:
         push(rank, total)
-        clocks.append(copy.copy(simulation.shard.clocks))
+        clocks.append(copy.copy(simulation.shard.clocks.of))
 
     simulation._push = watched  # type: ignore[method-assign]
     outcome = simulation.run()

@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import flags, torch_checks
+from paceline.cli import flags, status, torch_checks
+from paceline.cli.runs import Known
 from paceline.cli.status import describe
 from paceline.core.settings import NAMES, Settings
-from paceline.core.status import Status
+from paceline.core.status import Doing, Status
+from paceline.environment import this_host
+from paceline.launch.record import Run
 from paceline.testing.cluster import Cluster
 
 PACELINE = [sys.executable, "-m", "paceline"]
@@ -120,6 +123,19 @@ MEMBERS = """
     print("up", flush=True)
     time.sleep(60)
 """
+
+
+def test_nobody_is_said_to_wait_for_a_process_that_has_ended(tmp_path):
+    """With servers too, whose run goes on without a worker; here the third is the server."""
+    run = Run(name="x", command=[], size=3, pid=os.getpid(), host=this_host(), started=time.time())
+    words = ["waiting for the servers", "computing", "serving: 7 pushes applied"]
+    said = [Doing(rank, 1, 4, 0, time.time(), what) for rank, what in enumerate(words)]
+    marked = {}
+    for gone in (None, 1, 2):
+        states = ["gone" if rank == gone else "alive" for rank in range(3)]
+        table = status._table(Known(tmp_path, run, time.time(), said, states))[2:]
+        marked[gone] = [rank for rank, line in enumerate(table) if "the others wait for this one" in line]
+    assert marked == {None: [1, 2], 1: [2], 2: [1]}
 
 
 def test_status_of_members_alive_hung_and_dead(tmp_path, monkeypatch):

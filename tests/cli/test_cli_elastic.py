@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from paceline import cli
@@ -205,3 +207,48 @@ def until(launcher, text, times=1, limit_s=30.0):
         line = launcher.stdout.readline()
         assert line, launcher.stderr.read()
         times -= text in line
+
+
+LEAVES = """
+    import sys, time, torch, paceline
+    run = paceline.join(progress="off", checkpoint_keep=0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    data = torch.utils.data.TensorDataset(torch.randn(240, 2))
+    loader = run.loader(data, batch_size=8)
+    me, (leaver, code) = run.rank, map(int, sys.argv[1:])
+    for epoch in run.epochs(2):
+        for (x,) in loader:
+            time.sleep(0.02)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if run.step == 5 and leaver in (me, 9):
+                sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("leaver", [1, 9], ids=["one", "all"])
+def test_a_script_that_ends_with_code_0_before_the_run_does_is_not_started_again(leaver):
+    """All of them: as where training is stopped early."""
+    Path("train.py").write_text(textwrap.dedent(LEAVES))
+    done = paceline("run", "-n", "1:2", "--name", "x", "--standbys", "0", "train.py", str(leaver), "0")
+    assert done.returncode == 0, done.stderr
+    assert "started again" not in done.stderr
+    summary = msgspec.json.decode(Path("runs/x/summary.json").read_bytes())
+    if leaver == 1:
+        assert "member 1 left: its script ended before the run did; 1 member trains now" in done.stderr
+        assert [(m["rank"], m["left"], m["lost"]) for m in summary["members"]] == [(0, False, False), (1, True, False)]
+        assert (summary["outcome"], summary["samples"]) == ("finished", 480)
+        assert (summary["views"]["lost"], summary["views"]["left"]) == (0, 1)
+    else:
+        assert (summary["outcome"], summary["samples"]) == ("left early", 80)
+
+
+def test_nobody_is_said_to_be_started_again_where_the_run_ends():
+    source = LEAVES.replace("sys.exit(code)", "raise paceline.core.errors.ConfigError('lr=-1: give more')")
+    Path("train.py").write_text(textwrap.dedent(source))
+    done = paceline("run", "-n", "1:2", "--name", "x", "--standbys", "0", "train.py", "1", "0")
+    assert done.returncode == 1
+    assert "the run is over: member 1 ended with an error that would come again: lr=-1: give more" in done.stderr
+    assert "started again" not in done.stderr

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import ending
+from paceline.core.status import Status
 from paceline.launch import record
+from paceline.membership.agent import Ended, Outcome
 
 PACELINE = [sys.executable, "-m", "paceline"]
 SLEEP = "import time; print('up'); time.sleep(60)"
@@ -150,8 +153,29 @@ def test_a_member_that_left_with_exit_code_0_is_named(leaver, quick):
     """
     done = run("-n", "2", "--name", "x", write(source), leaver, quick)
     assert done.returncode == 1
-    assert f"rank {leaver} had left before with exit code 0" in done.stderr
+    said = f"paceline: rank {leaver} left in the middle of the run: its script ended with exit code 0"
+    assert said in done.stderr
     assert f"runs/x/logs/rank-{leaver}.log" in done.stderr
+    assert f"rank {1 - int(leaver)} could not go on without it: exit code 1" in done.stderr
+    assert "failed first" not in done.stderr
+
+
+def test_bounded_without_a_staleness_is_refused_before_anything_starts():
+    done = run("-n", "2", "--strategy", "bounded", write("print('hello')"))
+    assert done.returncode == 2
+    assert "Write it as bounded(staleness" in done.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_worker_that_left_while_the_others_finished_is_named(tmp_path):
+    for rank, what in enumerate(("left early", "finished", "finished")):
+        Status(tmp_path / "status" / f"rank-{rank}").set(what)
+    ended = [Ended(rank=rank, code=0, seconds=2.0, tail=(), asked=False, at=1.0) for rank in range(4)]
+    logs = {rank: Path(f"{rank}.log") for rank in range(4)}
+    (line,) = ending.left_early(Outcome(tuple(ended)), tmp_path, logs, workers=3)
+    assert line.startswith("rank 0 left in the middle of the run: its script ended with exit code 0, after 2.0 s; the")
+    Status(tmp_path / "status" / "rank-0").set("finished")
+    assert ending.left_early(Outcome(tuple(ended)), tmp_path, logs, workers=3) == []
 
 
 def test_a_killed_member_is_reported_with_a_hint():

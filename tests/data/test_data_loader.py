@@ -184,6 +184,19 @@ def test_a_look_at_the_first_batch_does_not_lose_the_resumed_position() -> None:
     assert len(list(resumed)) == 5
 
 
+def test_what_was_loaded_counts_before_the_first_step() -> None:
+    saved = Loader(TensorDataset(torch.arange(40)), batch_size=4)
+    saved.set_epoch(3)
+    batches = iter(saved)
+    for _ in range(4):
+        next(batches)
+    state = saved.state_dict()
+    resumed = Loader(TensorDataset(torch.arange(40)), batch_size=4)
+    resumed.load_state_dict(state)
+    assert resumed.committed() == state
+    assert resumed.committed()["consumed"] == 16
+
+
 def test_a_state_saved_at_the_end_of_an_epoch() -> None:
     done = Loader(torch.arange(6), batch_size=4)
     list(done)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.local import LocalJob
 from paceline.membership.agent import Outcome
@@ -13,6 +15,7 @@ from paceline.testing.cluster import leftovers
 from paceline.testing.faults import Faults, Injected
 from paceline.testing.ledger import Findings, Ledger
 from paceline.testing.plan import FaultPlan
+from paceline.train.summary import Summary
 
 
 class Kept:
@@ -46,6 +49,10 @@ class Result:
     def must_be_clean(self) -> None:
         assert self.outcome.code == 0, self.output
         assert self.found.clean, f"{self.found}\n{self.output}"
+
+    @property
+    def summary(self) -> Summary:
+        return msgspec.json.decode((self.dir / "summary.json").read_bytes(), type=Summary)
 
 
 def carry_out(

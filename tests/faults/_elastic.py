@@ -29,6 +29,9 @@ def run_with(
     means: Mapping[str, Any] | None = None,
     checkpoint_every_s: float = 0.5,
     stragglers: str = "tell",
+    strategy: str = "allreduce",
+    silence_s: float = 1.5,
+    replacements: int = 3,
 ) -> Result:
     """Train to the end while the plan is carried out."""
     kept, ledger = Kept(), tmp_path / "ledger"
@@ -44,9 +47,10 @@ def run_with(
             wait_limit_s=60.0,
             checkpoint_every_s=checkpoint_every_s,
             stragglers=stragglers,
+            strategy=strategy,
         ),
         threads=1,
-        elastic=(elastic := Elastic(least=least, most=most, silence_s=1.5)),
+        elastic=(elastic := Elastic(least=least, most=most, silence_s=silence_s, replacements=replacements)),
         env=env or {},
     )
     return carry_out(plan, ElasticJob(spec, elastic, kept, say=kept.say), kept, ledger, LIMIT_S, **(means or {}))

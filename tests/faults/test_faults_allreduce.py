@@ -17,6 +17,23 @@ def test_a_killed_member_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None
     result = run_with(tmp_path, FaultPlan().kill(member=2, step=7))
     result.must_be_clean()
     assert "member 2 is gone, 2 members go on" in result.output
+    members = result.summary.members
+    assert [m.rank for m in members] == [0, 1, 2]
+    assert sum(m.samples for m in members) == result.summary.samples == result.found.samples
+    assert 0 < members[2].samples < members[0].samples
+
+
+def test_the_summary_has_a_row_for_a_member_that_was_lost_for_good(tmp_path: Path) -> None:
+    plan = FaultPlan().kill(member=1, step=7).kill(member=0, step=20)
+    result = run_with(tmp_path, plan, least=1, most=3, replacements=0)
+    result.must_be_clean()
+    summary = result.summary
+    assert [(m.rank, m.gone) for m in summary.members] == [(0, "lost"), (1, "lost"), (2, "")]
+    assert sum(m.samples for m in summary.members) == summary.samples == result.found.samples
+    short, long, whole = sorted(summary.members, key=lambda m: m.samples)
+    assert (short.rank, long.rank, whole.rank) == (1, 0, 2)
+    assert short.seconds < long.seconds < whole.seconds
+    assert summary.slowest is None  # nobody is left to compare with
 
 
 def test_the_first_member_is_killed_and_another_one_leads(tmp_path: Path) -> None:
@@ -43,7 +60,9 @@ def test_the_first_member_is_killed_and_another_one_leads(tmp_path: Path) -> Non
     ids=str,
 )
 def test_faults(tmp_path: Path, plan: FaultPlan) -> None:
-    run_with(tmp_path, plan, epochs=6).must_be_clean()
+    result = run_with(tmp_path, plan, epochs=6)
+    result.must_be_clean()
+    assert result.summary.samples == result.found.samples
 
 
 @pytest.mark.slow

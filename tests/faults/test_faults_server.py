@@ -1,4 +1,5 @@
-"""A server process is killed: the run goes on from its last checkpoint, says what was lost, and every sample counts."""
+"""A server process is killed, or stopped for long: the run goes on from its last checkpoint, says what was lost, and
+every sample counts."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ def clean(result: Result) -> None:
     assert result.found.clean, f"{result.found}\n{result.output}"
 
 
-def said(result: Result, server: int) -> tuple[int, int, int]:
+def said(result: Result, server: int, how: str = "killed by signal 9") -> tuple[int, int, int]:
     """The first and the last version that were lost, and the step from which the run went on."""
     found = re.search(
-        rf"\[launcher\] server {server} was lost \(killed by signal 9\): versions (\d+) to (\d+) of its shard are "
+        rf"\[launcher\] server {server} was lost \({how}\): versions (\d+) to (\d+) of its shard are "
         r"lost; all members go on from the checkpoint at step (\d+) \(time 1 of at most 3\)",
         result.output,
     )
@@ -60,4 +61,24 @@ def test_without_a_checkpoint_the_run_ends(tmp_path: Path) -> None:
     plan = FaultPlan().kill("server 0", step=5)
     result = run_with(tmp_path, "async", members=2, plan=plan, args=ARGS)
     assert result.outcome.code == 137
+    assert "[launcher] server" not in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_server_that_is_stopped_for_long_is_lost_as_one_that_is_killed(strategy: str, tmp_path: Path) -> None:
+    plan = FaultPlan().pause("server 1", step=75, for_s=40.0)
+    result = run_with(
+        tmp_path, strategy, members=2, servers=2, plan=plan, args=ARGS, forgives=strategy == "async", silence_s=1.0
+    )
+    clean(result)
+    first, last, _ = said(result, 1, "stopped for 1 s")
+    assert 1 < first <= last
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_a_stopped_server_is_waited_for(tmp_path: Path) -> None:
+    plan = FaultPlan().pause("server 0", step=5, for_s=3.0)
+    result = run_with(tmp_path, "async", members=2, plan=plan, args=ARGS, silence_s=1.0)
+    clean(result)
     assert "[launcher] server" not in result.output

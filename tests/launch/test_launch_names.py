@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.launch import beforehand, names
-from paceline.strategies import STRATEGIES
+from paceline.strategies import STRATEGIES, make_strategy
 from paceline.strategies.reducers.method import KNOWN
 from paceline.train import pacing, rates
 from paceline.train.join import TRANSPORTS
@@ -48,6 +48,21 @@ def test_servers_refuse_what_is_for_all_reduce_before_anything_starts(strategy: 
         beforehand.check_strategy(strategy, codec)
     beforehand.check_strategy(strategy, "sign")
     beforehand.check_strategy(strategy, "none")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_that_lacks_an_option_is_refused_before_anything_starts(strategy: str) -> None:
+    """In the words of whoever makes it; the others need none."""
+    refused = ""
+    try:
+        make_strategy(strategy)
+    except ConfigError as error:
+        refused = str(error)
+    assert bool(refused) == (strategy in names.INCOMPLETE)
+    if refused:
+        with pytest.raises(ConfigError) as said:
+            beforehand.check_strategy(strategy)
+        assert str(said.value) == refused
 
 
 @pytest.mark.parametrize("codec", ["sign, warmup=x", "sign, warmup=-1", "sign, feedback=no"])

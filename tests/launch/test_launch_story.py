@@ -7,6 +7,7 @@ import pytest
 
 from paceline.core.view import Member, View
 from paceline.launch.story import has_met, tell
+from paceline.membership.books import LEFT
 from paceline.membership.orders import Picture, Seen, Site
 
 
@@ -42,6 +43,19 @@ WELL = picture(seen(0), seen(1))
         ),
         (picture(seen(0), seen(1, "drained"), ids=(0,)), ["member 1 has left: 1 member trains now"]),
         (picture(seen(0, "draining"), seen(1, "drained")), ["member 1 has left"]),
+        (picture(seen(0), seen(1, "leaving"), ids=(0,)), []),  # what its process ends with says how
+        (
+            picture(seen(0), seen(1, "drained", why=LEFT), ids=(0,)),
+            ["member 1 left: its script ended before the run did; 1 member trains now"],
+        ),
+        (  # not before it is: how it ends may end the run
+            picture(seen(0), seen(1, "lost", why="left: failed", again_at=100.5, unsure=True), ids=(0,)),
+            [],
+        ),
+        (
+            picture(seen(0), seen(1, "lost", why="ended with code 1", unsure=True), ids=(0,), over="it would again"),
+            ["member 1 ended with code 1"],
+        ),
         (picture(seen(0), seen(1, "drained"), ids=(0,), over="too few"), []),
         (
             picture(seen(0), seen(1, "lost", why="ended with code 1", replaced=3), ids=(0,), over="too few"),
@@ -63,6 +77,16 @@ def test_what_has_happened(after, lines):
     assert tell(after, after, replacements=3) == []
     losses = [line for line in lines if "joined" not in line and "left" not in line]
     assert tell(None, after, replacements=3) == losses  # some may be lost before anybody looks
+
+
+def test_who_failed_is_said_to_be_started_again_when_it_is():
+    unsure = picture(seen(0), seen(1, "lost", why="ended with code 1", again_at=100.5, unsure=True), ids=(0,))
+    again = picture(seen(0), seen(1, "starting", why="ended with code 1", replaced=1), ids=(0,))
+    said = ["member 1 ended with code 1; the others go on; it was started again (1 of 3)"]
+    assert (tell(WELL, unsure, 3), tell(unsure, again, 3)) == ([], said)
+    sure = picture(seen(0), seen(1, "lost", why="ended with code 1", again_at=100.5), ids=(0,))
+    said = ["member 1 ended with code 1; the others go on; it is started again in 0.5 s (1 of 3)"]
+    assert (tell(unsure, sure, 3), tell(sure, again, 3)) == (said, [])
 
 
 def test_a_first_view_is_not_told():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError, Interrupted, TimedOut
 from paceline.core.settings import Settings
 from paceline.core.view import Member
+from paceline.membership.books import LEFT
 from paceline.membership.orders import Drain, NewView, Over, Standing, Start, Stop
 from paceline.membership.roster import Roster
 from paceline.membership.seats import Rules
@@ -64,6 +65,100 @@ def test_a_slow_member_leaves_and_is_not_replaced(slow):
     assert (seen.state, seen.why) == ("drained", "was asked to leave: takes twice as long")
     world.do(lambda r: r.scale(4, world.now))
     assert sorted(formed(world, 30.0)) == [0, 1, 2, 3]
+
+
+def test_members_are_told_who_left_and_was_not_lost():
+    roster = Roster(Rules(least=1, target=3, most=3, replacements=0), now=0.0)
+    roster.host("a", 3, (), 0.0)
+    for id in range(3):
+        roster.arrive(id, Member(rank=id, host="a", pid=id + 1), 0, 0.1)
+    roster.formed(0, 1, 0.2)
+    roster.take()
+    roster.slow(1, "takes twice as long", 0.3)
+    (view,) = [order for to, order in roster.take() if isinstance(order, NewView) and to == 0]
+    assert (ids(view.view), view.left) == ([0, 2], (1,))
+    roster.formed(0, 2, 0.4)
+    roster.ended("a", 1, 0, 0.5)
+    roster.ended("a", 2, -9, 0.6)
+    (view,) = [order for to, order in roster.take() if isinstance(order, NewView) and to == 0]
+    assert (ids(view.view), view.left) == ([0], (1,))
+
+
+def begun(least=1, most=3, **rules):
+    """Members on one host, all in a view that was formed, and a step taken."""
+    roster = Roster(Rules(least=least, target=most, most=most, **rules), now=0.0)
+    roster.host("a", most, (), 0.0)
+    for id in range(most):
+        roster.arrive(id, Member(rank=id, host="a", pid=id + 1), 0, 0.1)
+    roster.formed(0, 1, 0.2, step=1)
+    return roster
+
+
+def state(roster, id):
+    seen = next(m for m in roster.look(9.0, 9.0).members if m.id == id)
+    return seen.state, seen.why, seen.unsure
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["by sys.exit", "by os._exit"])
+def test_a_script_that_ends_well_before_the_run_has_left_and_is_not_replaced(says):
+    roster = begun()
+    if says:
+        roster.leave(1, "left", 0.3)
+        assert ids(roster.look(0.3, 0.3).view) == [0, 2]
+        assert state(roster, 1)[0] == "leaving"
+    roster.ended("a", 1, 0, 0.4)
+    assert state(roster, 1) == ("drained", LEFT, False)
+    assert ids(roster.look(0.4, 0.4).view) == [0, 2]
+    for now in (1.0, 2.0, 3.0):
+        roster.tick(now)
+    assert not any(isinstance(order, Start) and order.id == 1 for _, order in roster.take()[4:])
+    assert "will be started" in roster.scale(3, 3.1)
+
+
+def test_a_script_that_seemed_to_end_well_and_did_not_is_replaced():
+    """sys.exit(3): the interpreter tells nobody with what it will end."""
+    roster = begun()
+    roster.leave(1, "left", 0.3)
+    roster.ended("a", 1, 3, 0.4)
+    assert state(roster, 1) == ("lost", "ended with code 3", False)
+    roster.tick(1.0)
+    assert state(roster, 1)[0] == "starting"
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_a_run_whose_scripts_all_end_well_before_it_is_over_and_has_finished(least):
+    """As where all stop early; others are on their way out while the first has gone."""
+    roster = begun(least)
+    for id in range(3):
+        assert roster.over is None
+        roster.leave(id, "left", 0.3 + id / 10)
+        roster.tick(0.35 + id / 10)
+    assert roster.over is None  # what they end with says so
+    for id in range(3):
+        roster.ended("a", id, 0, 0.7)
+    assert roster.over == ""
+
+
+def test_who_still_trains_when_too_few_are_left_is_told():
+    roster = begun(least=3)
+    roster.leave(1, "left", 0.3)
+    roster.ended("a", 1, 0, 0.4)
+    assert roster.over is None
+    roster.formed(0, 2, 0.5)
+    roster.tick(0.6)
+    assert f"member 1 on a {LEFT}" in roster.over
+
+
+def test_how_a_member_fails_may_end_the_run_so_nobody_says_that_it_is_started_again():
+    roster = begun()
+    roster.leave(1, "failed", 0.3)
+    assert state(roster, 1) == ("lost", "left: failed", True)
+    roster.ended("a", 1, 1, 0.4)
+    assert state(roster, 1) == ("lost", "ended with code 1", False)
+    other = begun()
+    other.leave(1, "failed", 0.3)
+    other.ended("a", 1, 1, 0.4, "lr=-1: give more")
+    assert "would come again: lr=-1" in other.over
 
 
 def test_nobody_leaves_for_being_slow_where_the_least_are_there():

@@ -87,7 +87,11 @@ def run(source: str, for_s: float | None, silence_s: float = 0.8) -> tuple[list[
     starts = [Start(rank=rank, command=each, env=os.environ) for rank, each in enumerate(command)]
     show, lost = Show(), []
     agent = Agent(
-        starts, show, losable=[1], stopped=Stopped(silence_s), on_lost=lambda rank, how: lost.append((rank, how))
+        starts,
+        show,
+        losable=[1],
+        stopped=[Stopped(silence_s, ranks=[1])],
+        on_lost=lambda rank, how: lost.append((rank, how)),
     )
 
     def stop() -> None:

@@ -150,7 +150,7 @@ def test_the_momentum_of_who_is_not_there_any_more_is_forgotten() -> None:
         first.pull()
         for place, ranks in ((second, {0, 1}), (third, {0, 1, 2})):
             place.resumed_from(first)
-            correction = place.shard().correction
+            correction = place.shard().readers.correction
             assert correction is not None
             for momenta in correction.state_dict()["momenta"].values():
                 assert set(momenta["of"]) == {str(rank) for rank in ranks}

@@ -98,7 +98,7 @@ def test_nobody_is_further_ahead_than_the_bound(data: st.DataObject, workers: in
         rank = data.draw(st.sampled_from(able))
         table.event(rank)
         computing = [table.step[r] for r in here if not table.due[r]]  # these go on with their next step
-        slowest = min(table.shard.clocks[r] for r in here)
+        slowest = min(table.shard.clocks.of[r] for r in here)
         assert all(step - slowest <= bound for step in computing)
         if len(here) > 1 and data.draw(st.integers(0, 40)) == 0:
             gone = data.draw(st.sampled_from(sorted(here)))
@@ -236,7 +236,7 @@ def test_momentum_and_rate_follow_the_push() -> None:
 def test_a_batch_without_samples_changes_nothing() -> None:
     table = Table("async", 1)
     table.whole(0, weight=0.0)
-    assert table.shard.clocks[0] == 1
+    assert table.shard.clocks.of[0] == 1
     assert not table.values().any()
 
 

@@ -110,8 +110,8 @@ def test_each_thread_has_a_momentum_of_its_own_and_leaves_none_behind() -> None:
     # Twice 1, then twice 1 + 0.5; workers read ahead of both momenta, of 1.5 each.
     assert bench.pull().tolist() == [-5.0 - 0.5 * 3.0] * 3
     bench.shard.leave(0)
-    assert bench.shard.correction is not None
-    assert not bench.shard.correction.state_dict()["momenta"]
+    assert bench.shard.readers.correction is not None
+    assert not bench.shard.readers.correction.state_dict()["momenta"]
 
 
 @pytest.mark.parametrize("thread", [-1, 1 << 20])

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.checkpoint import pack, unpack
 from paceline.strategies import Strategy, World
+from paceline.strategies.strategy import Commits
 from paceline.train.optimizer import adopt
 from paceline.transport.group import Group
 
@@ -71,9 +72,11 @@ class Member:
         strategy: Strategy,
         model: nn.Module,
         optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1),
+        commits: Commits | None = None,
         **options: Any,
     ) -> None:
         self.world = World(group, **options)
+        self.world.elastic, self.world.commits = commits is not None, commits
         self.group, self.strategy, self.model = group, strategy, model
         observer = Observer(strategy)
         observer.before = lambda: self.own.append(self.weights)

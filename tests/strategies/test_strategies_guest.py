@@ -255,7 +255,7 @@ def test_a_call_that_breaks_loses_nothing_and_says_nothing_twice(
         lobby._offers.bring = breaks
         train_beside(host, visitor, 6)  # a call at step 4 breaks
         host.train(1)
-        host.strategy._rounds._place.since = 10**6  # type: ignore[attr-defined]
+        host.strategy._rounds.place.since = 10**6  # type: ignore[attr-defined]
         host.train(1)  # a round
         train_beside(host, visitor, 2)
 
@@ -536,6 +536,13 @@ def test_what_cannot_be_read_ends_that_call_alone(hosts: Callable[..., Host], sa
 def test_what_cannot_be_meant_is_refused(words: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         make_strategy(words)
+
+
+def test_members_that_come_and_go_have_no_guests() -> None:
+    strategy = make_strategy("local(every=4, guests=2)")
+    assert isinstance(strategy, Local)
+    with pytest.raises(ConfigError, match="must stay"):
+        strategy.refuse_elastic(2, 4)
 
 
 def test_words_come_back_as_they_were() -> None:

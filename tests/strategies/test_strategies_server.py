@@ -138,9 +138,10 @@ def test_parameters_that_are_added_later_are_served_too() -> None:
         strategy.attach(model, optimizer, World(group, wires=group._wires, limit_s=20.0))
         optimizer.add_param_group({"params": rest, "lr": 0.01})
         strategy.extend(optimizer)
+        own = torch.Generator().manual_seed(group.rank)
         for _ in range(2):
             optimizer.zero_grad()
-            model(torch.ones(4, 20) * (group.rank + 1)).square().mean().backward()
+            model(torch.randn(4, 20, generator=own)).square().mean().backward()
             strategy.finish(optimizer)
         strategy.close()
         return list(model.parameters())

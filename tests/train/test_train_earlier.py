@@ -10,7 +10,8 @@ from paceline.core.events import JsonLines
 from paceline.core.trained import Trained, Work
 from paceline.train.earlier import with_lost
 from paceline.train.history import read
-from paceline.train.summary import summarise, text
+from paceline.train.shown import text
+from paceline.train.summary import summarise
 
 LOST = [{"rank": 1, "how": "killed by signal 9", "at": 105.0, "again": True}]
 

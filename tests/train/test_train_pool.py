@@ -414,7 +414,7 @@ def test_threads_never_lead_by_more_than_the_bound() -> None:
             push()
             assert strategy._service is not None
             for table in strategy._service.tables.values():
-                clocks, resting = dict(table.shard.clocks), set(table.shard._resting)
+                clocks, resting = dict(table.shard.clocks.of), set(table.shard.clocks.resting)
                 others = [clock for rank, clock in clocks.items() if rank != group.rank and rank not in resting]
                 leads.extend(clocks[group.rank] - clock for clock in others)
 

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.train.summary import Summary, print_summary, summarise, table, text, write_summary
+from paceline.train.shown import print_summary, table, text
+from paceline.train.summary import Summary, summarise, write_summary
+from paceline.train.views import Views
 
 
 def member(rank: int, data: float, compute: float, wait: float, **fields: Any) -> dict[str, Any]:
@@ -53,6 +55,21 @@ def test_figures_of_three_members() -> None:
 def test_the_slowest_is_who_works_longest_not_who_waits_longest() -> None:
     s = summarise(end(member(0, 0, 2, 8), member(1, 0, 10, 0)))
     assert s.slowest == 1
+
+
+def test_who_came_late_or_went_is_compared_by_sample_and_shown_with_the_time_it_was_there() -> None:
+    """Member 2 came in the middle; member 1 left, after it had trained more slowly than those who are here."""
+    went = member(1, 0, 30, 0, samples=100, left=True)
+    s = summarise(end(member(0, 0, 80, 20), member(2, 0, 9, 1, samples=100), went, trained_s=120), None, Views())
+    assert (s.slowest, s.samples, s.trained_s) == (2, 1200, 120)
+    assert s.slowest_by == pytest.approx(0.09 / 0.08)
+    assert s.samples_per_s == 10  # over the time of all of them
+    head, *rows = [line.split() for line in text(s).splitlines()[2:] if not line.startswith("─") and line]
+    assert head[:3] == ["member", "there", "samples"]
+    assert [row[:3] for row in rows[:3]] == [["0", "1:40", "1,000"], ["1", "0:30", "100"], ["2", "0:10", "100"]]
+    assert rows[1][-1] == "left"
+    assert rows[3][:3] == ["all", "2:00", "1,200"]
+    assert "there" not in text(summarise(end(member(0, 0, 80, 20), member(1, 0, 80, 20))))
 
 
 def test_even_members_have_no_slowest() -> None:

@@ -35,6 +35,8 @@ Three: TypeAlias = "tuple[list[Someone], AgentLine, Scheduler]"
 class Book:
     """A body whose state is a word; it is on its way until `arrive`."""
 
+    apart = even = False
+
     def __init__(self, word: str) -> None:
         self.word, self.saving, self.step, self.busy, self.outdated = word, False, 0, False, False
         self.healing: Healing | None = None
@@ -56,7 +58,7 @@ class Book:
         letters = torch.tensor(list(self.word.encode()), dtype=torch.uint8)
         return pack({"late": Lent({"word": letters}, pipes).head})
 
-    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None) -> None:
+    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None, *, even: bool = False) -> None:
         self.healing, self.coming, self.stepped = healing, None, False
         if state is not None and healing:
             assert healing.pipe is not None
@@ -357,7 +359,7 @@ def test_one_that_is_left_out_while_it_prepares_ends(scheduler: Scheduler) -> No
     together(one.team.meet, other.team.meet)
     view = one.team.view
     assert view is not None
-    one.team._number, one.team._own = 0, 2  # as if that view had been made without it
+    one.team._number, one.team.own = 0, 2  # as if that view had been made without it
     with pytest.raises(PacelineError, match="left out of view 1 while it prepared"):
         one.team._next_view()
     one.die()

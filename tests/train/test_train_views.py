@@ -8,7 +8,8 @@ from typing import Any
 from paceline.core.events import JsonLines
 from paceline.train.history import read
 from paceline.train.report import write_report
-from paceline.train.summary import summarise, text
+from paceline.train.shown import text
+from paceline.train.summary import summarise
 
 
 def events(run_dir: Path, rank: int, *told: dict[str, Any]) -> None:

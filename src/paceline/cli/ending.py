@@ -7,6 +7,7 @@ import shlex
 import signal
 from pathlib import Path
 
+from paceline.core import status
 from paceline.core.lost import was
 from paceline.membership.agent import Ended, Outcome
 from paceline.membership.lines import clean
@@ -26,6 +27,9 @@ def failure(
 ) -> str:
     """What to say about a run that failed; `again` is the command that goes on with it, `reason` was said already."""
     others = [e for e in outcome.ended if e.rank != first.rank]
+    # When does not matter: it may have written a report after it left.
+    if first.followed and (gone := [e for e in others if e.code == 0 and not e.asked]):
+        return _left(gone, [e for e in outcome.ended if e.failed], logs)
     lines = [f"rank {first.rank} failed first: {exit_text(first.code)}, after {first.seconds:.1f} s"]
     if first.error and first.code < 0:
         lines = [f"rank {first.rank} failed first: {first.error} (and {was(first.how)} while it ended)"]
@@ -45,13 +49,6 @@ def failure(
     else:
         lines.append("  it printed nothing")
     lines.append(f"  its whole output: {logs[first.rank]}")
-    if first.followed:  # nobody failed before it: somebody left
-        for ended in others:
-            if ended.code == 0 and not ended.asked:  # when does not matter: it may have written a report after it left
-                lines.append(
-                    f"  rank {ended.rank} had left before with exit code 0, in the middle of the run: does its script "
-                    f"end early? ({logs[ended.rank]})"
-                )
     for ended in others:
         if ended.failed:
             verb = "ended because of" if ended.followed else "failed after"
@@ -59,6 +56,31 @@ def failure(
     if stopped := [str(e.rank) for e in others if e.asked and not e.failed]:
         lines.append(f"  stopped because of it: rank {', '.join(stopped)}")
     return "\n".join(lines)
+
+
+def _left(gone: list[Ended], others: list[Ended], logs: dict[int, Path]) -> str:
+    """What to say where nobody failed, but for the sake of those who had left."""
+    lines = [
+        f"rank {e.rank} left in the middle of the run: its script ended with exit code 0, after {e.seconds:.1f} s; "
+        f"does it end early? ({logs[e.rank]})"
+        for e in gone
+    ]
+    lines += [f"  rank {e.rank} could not go on without it: {exit_text(e.code)} ({logs[e.rank]})" for e in others]
+    return "\n".join(lines)
+
+
+def left_early(outcome: Outcome, directory: Path, logs: dict[int, Path], workers: int) -> list[str]:
+    """What to say of workers whose script ended before the run did, where the others went on and finished."""
+    said = {e.rank: status.read(directory / "status" / f"rank-{e.rank}", e.rank) for e in outcome.ended}
+    what = {e: doing.what for e in outcome.ended if e.rank < workers and (doing := said[e.rank])}
+    if "finished" not in what.values():
+        return []
+    return [
+        f"rank {e.rank} left in the middle of the run: its script ended with exit code 0, after {e.seconds:.1f} s; the "
+        f"others went on without it ({logs[e.rank]})"
+        for e, text in what.items()
+        if text == "left early" and e.code == 0
+    ]
 
 
 def lost(rank: int, how: str) -> str:

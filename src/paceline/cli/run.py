@@ -118,6 +118,7 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
     served = servers.served(settings.strategy)
     replacing, elastic = (_replacing(given), None) if served else (None, _elastic(given))
     (beforehand.check_elastic if elastic else beforehand.check_fixed)(settings)
+    beforehand.check_rounds(settings.strategy, (elastic.least, elastic.most) if elastic else None)
     most = given.members.most
     num_servers, _ = servers.choose(settings.strategy, settings.servers, most, replaces=replacing is not None)
     forgives = replacing is not None or servers.forgives(settings.strategy, num_servers)
@@ -268,6 +269,8 @@ def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Dis
     for lost in () if spec.elastic or spec.replacing else outcome.lost:
         how = f"{lost.why or ending.exit_text(lost.code)}, after {lost.seconds:.1f} s ({logs[lost.rank]})"
         display.say(f"warning: rank {lost.rank} was lost: {how}; the others went on without it")
+    for line in ending.left_early(outcome, job.dir, logs, spec.num_members) if spec.num_servers else ():
+        display.say(f"warning: {line}")
     if job.reason and not outcome.stopped_by:
         display.say(f"the run is over: {job.reason}")
     if outcome.stopped_by:

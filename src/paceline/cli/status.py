@@ -134,7 +134,7 @@ def _list(found: list[Known]) -> list[str]:
 
 def _table(known: Known) -> list[str]:
     waited_for = _waited_for(known.said, known.states)
-    if known.run and known.run.least:  # nobody waits for a process that has ended: the run goes on, or replaces it
+    if known.run:  # nobody waits for a process that has ended: all notice, and go on, replace it, or end
         waited_for -= {rank for rank, state in enumerate(known.states) if state == "gone"}
     rows = [("rank", "state", "process", "epoch", "step", "labels", "doing")]
     for rank, (doing, state) in enumerate(zip(known.said, known.states)):

@@ -230,6 +230,28 @@ class Loader:
         self._out = False
 
     @property
+    def number(self) -> int:
+        """Of the pass of this epoch that it is in."""
+        return self._pass
+
+    @property
+    def drawn(self) -> int:
+        """Batches that this member was handed since the rest of the epoch was last divided."""
+        return self._feed.course.done if isinstance(self._feed, MapFeed) else 0
+
+    def consumed(self, state: dict[str, Any]) -> int:
+        """Samples of the epoch that a state of this loader leaves behind it."""
+        if not isinstance(self.source, MapSource):
+            return int(state.get("consumed", 0))
+        seed = mix(state["seed"], state["pass"]) if state["pass"] else state["seed"]
+        return self.source.consumed(seed, state["epoch"], state["history"])
+
+    @property
+    def over(self) -> bool:
+        """Whether the newest iteration has no more batches, as the epoch is divided now."""
+        return isinstance(self._feed, MapFeed) and self._feed.over
+
+    @property
     def out(self) -> bool:
         """Whether batches were handed out whose step is not committed."""
         return self._out and self.terms.pad
@@ -260,6 +282,7 @@ class Loader:
         self.seed, self._loaded = state["seed"], dict(state) if self.terms.pad else {}
         self.set_epoch(state["epoch"])
         self._earlier, self._goes_on = None, state.get("goes_on", False)
+        self.mark()
 
     def go_on(self, state: dict[str, Any], rank: int, size: int, *, idle: bool = False) -> None:
         """Go on from a state as another one of so many members; so does the loop that is under way.

@@ -49,6 +49,11 @@ class MapFeed:
         self.course, self.reader = course, MapReader(fetch, course, pad)
 
     @property
+    def over(self) -> bool:
+        """Whether all of this member's batches were handed out."""
+        return not self.dealt and self.course.done >= self.course.batches
+
+    @property
     def dealt(self) -> bool:
         """Whether members are lent batches as they ask."""
         return isinstance(self.course, DealtCourse)

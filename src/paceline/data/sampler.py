@@ -7,7 +7,8 @@ whose queue is empty before the others' takes part with a filler: samples it rep
 How far an epoch has come is kept as its history, `[[size, batch_size, batches], ...]`: so many global batches
 were taken by so many members. Replaying it on any number of members gives the samples that are left, so a run
 saved on two members goes on with four or one, and no sample is lost or visited twice. Where members had unequal
-shares (`widths`, which add up to size * batch_size), these stand behind: `[2, 8, batches, 10, 6]`.
+shares (`widths`, which add up to size * batch_size), these stand behind: `[2, 8, batches, 10, 6]`. Where they have
+taken unequal numbers of batches, as members that train apart do, these stand behind a -1: `[2, 8, -1, 10, 6]`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from paceline.data.randomness import mix, permutation
 from paceline.data.shares import deal as deal_out
 
 History = list[list[int]]
+APART = -1  # in the place of a number of batches: each member's own stand behind
 
 
 class Deal(Protocol):
@@ -89,10 +91,13 @@ class Sampler:
         rest, done, before = order, 0, list(history)
         if before and [*before[-1][:2], *before[-1][3:]] == [self.size, self.batch_size, *self.widths]:
             done = before.pop()[2]  # the same division goes on
-        for size, batch_size, batches, *widths in before:
+        for size, batch_size, batches, *behind in before:
+            apart = batches == APART
+            widths = [] if apart else behind
+            ends = [n * batch_size for n in behind] if apart else [batches * w for w in widths or [batch_size] * size]
             taken = torch.zeros(self.length, dtype=torch.bool)
-            for queue, width in zip(self._queues(rest, size, batch_size, widths), widths or [batch_size] * size):
-                taken[queue[: batches * width]] = True
+            for queue, end in zip(self._queues(rest, size, batch_size, widths), ends):
+                taken[queue[:end]] = True
             rest = rest[~taken[rest]]
         return Course(self, seed, epoch, before, rest, done, spare=order[:1])
 

@@ -20,7 +20,7 @@ from paceline.data.files import Agree, FileFeed, Files
 from paceline.data.kinds import Bound, Kinds
 from paceline.data.mapped import MapFeed
 from paceline.data.partition import ByFile, Columns, Partition, Shuffled, Strided
-from paceline.data.sampler import Deal, Sampler
+from paceline.data.sampler import Deal, History, Sampler
 from paceline.data.stream import Cut, StreamFeed
 from paceline.data.uploads import UploadFeed, Uploads, UploadSource
 
@@ -123,6 +123,11 @@ class MapSource:
         """Batches from this state on."""
         course = self.sampler.begin(seed, epoch, state.get("history", []))
         return (course.batches if self.terms.pad else course.own_batches) - course.done
+
+    def consumed(self, seed: int, epoch: int, history: History) -> int:
+        """Samples that a history leaves behind it."""
+        course = self.sampler.begin(seed, epoch, history)
+        return course.consumed(course.done)
 
     def begin(self, seed: int, epoch: int, state: dict[str, Any]) -> Feed:
         if self.dealt:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
+from paceline.launch import names
 
+_OF_ROUNDS = ("quorum", "overlap", "warmup", "inner", "median", "trimmed", "post_local")  # worth importing torch for
 # Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
 _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
 
@@ -46,13 +48,26 @@ def check_fixed(settings: Settings) -> None:
 
 
 def check_strategy(text: str, codec: str = "") -> None:
-    """Make the strategy once. Names alone are checked by `names`; only options, and codecs that a strategy may not
-    take, are worth importing torch for."""
+    """Make the strategy once. Names alone are checked by `names`; only options, those that are missing, and codecs that
+    a strategy may not take, are worth importing torch for."""
     coded = codec not in ("", "none") and text != "allreduce"
-    if coded or any(mark in text + codec for mark in "(,"):
+    if coded or text.strip() in names.INCOMPLETE or any(mark in text + codec for mark in "(,"):
         from paceline.strategies import make_strategy
 
         make_strategy(text, codec)
+
+
+def check_rounds(strategy: str, members: tuple[int, int] | None) -> None:
+    """Refuse what local steps cannot do with members that come and go, as few and as many as these; None: they stay."""
+    if not any(word in strategy for word in _OF_ROUNDS):
+        return
+    from paceline.strategies import Local, make_strategy
+
+    made = make_strategy(strategy)
+    if isinstance(made, Local) and members:
+        made.refuse_elastic(*members)
+    elif isinstance(made, Local):
+        made.plan.refuse_fixed()
 
 
 def check_device(device: str, dev: Path = Path("/dev")) -> None:

@@ -169,7 +169,10 @@ class LocalJob:
             grace_s=self._grace_s,
             losable=losable,
             again=self._again,
-            stopped=Stopped(self._spec.silence_s, self._goes_on) if losable else None,
+            stopped=[
+                Stopped(self._spec.silence_s, self._goes_on, ranks=losable),
+                Stopped(self._spec.silence_s, self._resuming.possible, ranks=range(workers, self._size)),
+            ],
             on_started=self._started,
             on_ended=self._ended,
             on_lost=self._lost,

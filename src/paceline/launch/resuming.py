@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.core import status
-from paceline.core.lost import how
 from paceline.membership.agent import Outcome
 
 _MOST = 3  # times in a run
@@ -36,6 +35,10 @@ class Resuming:
         self._times = 0
         self._began = newest(directory / "checkpoints")  # what the run that ends has begun with
 
+    def possible(self) -> bool:
+        """Whether another run could follow now, if a server were lost."""
+        return self._times < _MOST and newest(self._directory / "checkpoints") is not None
+
     def after(self, outcome: Outcome) -> str:
         """In words, what was lost and how the run goes on; "": it is over."""
         first = outcome.first_failed
@@ -53,7 +56,7 @@ class Resuming:
         self._times += 1
         self._began = saved
         return (
-            f"server {number} was lost ({how(first.code)}): {gone}; all members go on from the checkpoint at step "
+            f"server {number} was lost ({first.how}): {gone}; all members go on from the checkpoint at step "
             f"{saved.step} (time {self._times} of at most {_MOST})"
         )
 

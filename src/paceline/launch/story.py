@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from paceline.core.errors import PacelineError
 from paceline.membership.agent_line import look
+from paceline.membership.books import LEFT
 from paceline.membership.orders import Picture, Seen, Site
 
 _LOOK_S = 0.3  # shorter than the time before a replacement
@@ -22,16 +23,21 @@ def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]
     """What has happened between two pictures, a line each; before the first, nothing has."""
     lines = []
     earlier = {seen.id: seen for seen in before.members} if before else {}
+    over = before is not None and before.over is not None
     was_in, is_in = _ids(before) if before else set(), _ids(after)
     for seen in after.members:
         old = earlier.get(seen.id)
-        lost_now = seen.state == "lost" and (old is None or old.state != "lost")
-        replaced_now = (old is None or old.state != "lost") and seen.replaced > (old.replaced if old else 0)
+        known = old is not None and old.state == "lost" and (not old.unsure or over)
+        lost_now = seen.state == "lost" and not known and (not seen.unsure or after.over is not None)
+        replaced_now = not known and seen.replaced > (old.replaced if old else 0)
         if lost_now or replaced_now:
             lines.append(_lost(seen, after, replacements))
         elif old and old.state != "drained" and seen.state == "drained" and after.over is None:
-            stay = is_in - {s.id for s in after.members if s.state in ("draining", "drained")}
-            lines.append(f"member {seen.id} has left" + (f": {_train(stay)}" if stay else ""))
+            stay = is_in - {s.id for s in after.members if s.state in ("draining", "leaving", "drained")}
+            if seen.why == LEFT:
+                lines.append(f"member {seen.id} {LEFT}" + (f"; {_train(stay)}" if stay else ""))
+            else:
+                lines.append(f"member {seen.id} has left" + (f": {_train(stay)}" if stay else ""))
     if came := sorted(is_in - was_in) if was_in else []:
         who = ("member " if len(came) == 1 else "members ") + ", ".join(map(str, came))
         lines.append(f"{who} joined: {_train(is_in)}")
@@ -88,7 +94,7 @@ class Story:
 
 def has_met(picture: Picture) -> bool:
     """Whether any member has come to the scheduler. One may also finish without having come."""
-    here = ("arrived", "ready", "in", "draining", "drained")
+    here = ("arrived", "ready", "in", "draining", "leaving", "drained")
     return picture.view is not None or any(seen.state in here for seen in picture.members)
 
 

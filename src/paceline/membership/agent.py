@@ -4,10 +4,10 @@ behind.
 Runs in the launcher's process, on one thread that lives as long as the members. It knows nothing of
 training: a busy member cannot look dead to it, since it watches processes and not their answers.
 
-Some members may be lost, and started again (`Again`), while the others go on; one of these that is stopped for too long
-is killed, so that it cannot come back to a run that has gone on without it. When one fails that is needed, the others
-are given a moment to notice and end by themselves, so that their last words are their own; then they get SIGTERM, and
-SIGKILL if they are still there some seconds later.
+Some members may be lost, and started again (`Again`), while the others go on; one without which the run can go on, and
+that is stopped for too long, is killed, so that it cannot come back to a run that has gone on without it. When one
+fails that is needed, the others are given a moment to notice and end by themselves, so that their last words are their
+own; then they get SIGTERM, and SIGKILL if they are still there some seconds later.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Agent:
         logs: Path | None = None,
         losable: Sequence[int] = (),  # ranks whose failure stops nobody
         again: Again | None = None,  # those of them that are started again
-        stopped: Stopped | None = None,  # those of them that are stopped, and for how long they may be
+        stopped: Sequence[Stopped] = (),  # who is looked at, and for how long they may be stopped
         notice_s: float = 3.0,  # for the others to notice a failure
         grace_s: float = 5.0,  # between SIGTERM and SIGKILL
         on_started: Callable[[list[int]], None] = lambda pids: None,
@@ -256,10 +256,10 @@ class Agent:
                 self._note_failure(process)
             self._on_ended(process.rank, process.code)
         now = time.monotonic()
-        if self._stopped and not self._failed_at and not self._asked_at:
-            running = [p for p in self._processes if p.rank in self._losable and p.code is None]
-            for process in self._stopped.too_long(running, now):
-                process.why = f"stopped for {self._stopped.silence_s:g} s"
+        for stopped in self._stopped if not self._failed_at and not self._asked_at else ():
+            running = [p for p in self._processes if p.rank in stopped.ranks and p.code is None]
+            for process in stopped.too_long(running, now):
+                process.why = f"stopped for {stopped.silence_s:g} s"
                 process.signal(signal.SIGKILL)
         if self._failed_at and not self._asked_at and now - self._failed_at >= self._notice_s:
             self._ask()

@@ -15,12 +15,14 @@ from paceline.core.errors import ConfigError
 from paceline.core.view import View
 from paceline.membership.hosts import Hosts
 from paceline.membership.messages import Refused
-from paceline.membership.orders import Drain, NewView, Noted, Over, Standing, Start, Stop
+from paceline.membership.orders import Come, Drain, NewView, Noted, Over, Standing, Start, Stop
 from paceline.membership.seats import HostSeen, Rules, Run, Seat, Watch
 
 To: TypeAlias = int | str  # a member's id, or a host's name
-Order: TypeAlias = Standing | NewView | Drain | Noted | Refused | Start | Stop | Over
+Order: TypeAlias = Standing | NewView | Come | Drain | Noted | Refused | Start | Stop | Over
 
+LEFT = "left: its script ended before the run did"  # why a seat is empty
+FAILED = "left: failed"  # its process has not ended yet; how it does says more
 _PATIENCE = 3  # silences between a loss and the end of a process that still runs: it may come back
 _BACK_OFF_S, _BACK_OFF_MOST_S = 0.5, 30.0
 
@@ -84,6 +86,13 @@ class Books:
         self.dirty = True
         self.out.append((to, order))
 
+    def show_view(self, id: int) -> None:
+        """Tell a member of the present view."""
+        run = self.run
+        assert run.view is not None
+        left = tuple(seat.id for seat in self.seats.values() if seat.left and seat.id not in run.ids)
+        self.say(id, NewView(term=run.term, view=run.view, planned=run.planned, left=left, late=run.late))
+
     def send_home(self, id: int) -> None:
         """Tell a member of the view that nobody stays in it: a planned view of nobody."""
         self.say(id, NewView(term=self.run.term, view=View(number=self.run.number, members=()), planned=True))
@@ -122,6 +131,12 @@ class Books:
         watch.stop_at = None if ended else now + self.patience_s
         if ended:
             seat.member, seat.ready, seat.condemned, watch.paused = None, 0, False, None
+
+    def part(self, seat: Seat, now: float) -> None:
+        """A member's script has ended before the run did: it has left, and nobody is started in its place."""
+        seat.parting, seat.wanted, seat.why = True, False, LEFT
+        self.turn(seat, "drained", now)
+        self.watch[seat.id].start_by = self.watch[seat.id].stop_at = None
 
     def revive(self, seat: Seat, now: float) -> None:
         """One that was lost is there again, in the same process: it stays, and is taken in once it is ready."""

@@ -11,7 +11,6 @@ import msgspec
 
 from paceline.core.view import Member, View
 from paceline.membership.books import Books
-from paceline.membership.orders import NewView
 from paceline.membership.seats import Seat
 
 _REPEATS = 3  # views of the same members, none of them formed, before the most blamed is left out
@@ -31,6 +30,8 @@ class Forming:
     def settle(self, now: float) -> None:
         """Make the view that follows from the books, if one does."""
         run = self._books.run
+        if run.over is None and run.view and self._all_part():
+            return
         if run.over is None and run.view:
             self._drop_lost(now)
         if run.over is None and run.view and all(self._seat(i).state == "finished" for i in run.ids):
@@ -80,7 +81,7 @@ class Forming:
                 self._books.turn(seat, "in", now)
                 seat.ready, seat.held = 0, run.number
 
-    def new_view(self, ids: Sequence[int], planned: bool, now: float) -> None:
+    def new_view(self, ids: Sequence[int], planned: bool, now: float, late: tuple[int, ...] = ()) -> None:
         """Number a view of these and tell all whom it concerns; of nobody: there is none."""
         books, run = self._books, self._books.run
         before, concerned = run.ids, dict.fromkeys([*ids, *run.ids, *run.old])
@@ -90,7 +91,7 @@ class Forming:
         run.home = False
         ids = [i for i in ids if self._seat(i).here]
         run.old = before if planned else ()
-        run.planned, run.formed = planned, False
+        run.planned, run.formed, run.late = planned, False, late
         if not ids:
             run.view = None
         else:
@@ -113,7 +114,7 @@ class Forming:
             if id in ids and not planned:
                 seat.held = run.number
             if seat.member is not None and run.view:  # also one who is lost: it may still hear
-                books.say(id, NewView(term=run.term, view=run.view, planned=planned))
+                books.show_view(id)
 
     def _drop_lost(self, now: float) -> None:
         run = self._books.run
@@ -135,6 +136,17 @@ class Forming:
         self.new_view(self._staying(base), False, now)
         if run.view is None and finished:
             self._books.end("left", "")
+
+    def _all_part(self) -> bool:
+        """Whether the scripts of all who are left have ended before the run did: then it is over, as if it had
+        finished, once their processes have ended well."""
+        books, run = self._books, self._books.run
+        base = [self._seat(i) for i in (run.old if run.pending else run.ids)]
+        if not any(s.parting for s in base) or not all(s.parting or s.state == "finished" for s in base):
+            return False
+        if not any(s.parting and books.hosts.runs(s.host, s.id) for s in base):
+            books.end("left", "")
+        return True
 
     def _dark(self, base: Sequence[int], now: float) -> bool:
         """Whether to wait: everybody is lost, but not dead. It may be we who were cut off, while they went on."""
@@ -201,6 +213,12 @@ class Forming:
         if seat.member is None or taken is None:
             return seat.here and seat.held > 0
         return seat.here and (seat.member.host, seat.member.pid) == (taken.host, taken.pid)
+
+    def without(self, late: Sequence[int], now: float) -> None:
+        """Go on without some of the members, who live and may come back."""
+        run = self._books.run
+        base = run.old if run.pending else run.ids
+        self.new_view([i for i in self._staying(base) if i not in late], False, now, tuple(late))
 
     def _staying(self, ids: Sequence[int]) -> list[int]:
         here = [i for i in ids if self._stays(i)]

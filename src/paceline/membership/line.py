@@ -18,8 +18,11 @@ from paceline.membership.messages import Refused
 from paceline.membership.orders import (
     Arrive,
     Broken,
+    Come,
     Drain,
     Formed,
+    Going,
+    Here,
     Leave,
     NewView,
     Noted,
@@ -32,6 +35,8 @@ from paceline.membership.orders import (
 )
 from paceline.membership.tie import Final, Tie, left
 from paceline.transport.channel import Channel
+
+Said = Ready | Broken | Formed | Here | Going | Leave
 
 _ANSWER_LIMIT_S = 5.0
 _LEAVE_LIMIT_S = 10.0  # for a Leave to be in the journal
@@ -50,7 +55,7 @@ class Line:
         self._address = address
         self._changed = threading.Condition()
         self._term = 0
-        self._owed: dict[type, Ready | Broken | Formed | Leave] = {}  # what a break may have swallowed
+        self._owed: dict[type, Said] = {}  # what a break may have swallowed
         self._refused: Refused | None = None
         self._noted = False
         self._closed = False
@@ -59,6 +64,7 @@ class Line:
         self.newest: NewView | None = None
         self.on_view: Callable[[NewView], None] | None = None
         self.drained = False
+        self.come = 0  # the number of the view whose members are on their way to it
         try:
             self._tie = Tie(address, token, self._greet, self._heard, limit_s, self._wake)
         except Final:
@@ -115,6 +121,14 @@ class Line:
         """All of `view` have met, and go on from a step."""
         self._say(Formed(view, step))
 
+    def here(self, view: int, round: int, quorum: int, grace_s: float) -> None:
+        """I am at a round: see `quorum`."""
+        self._say(Here(view=view, round=round, quorum=quorum, grace_s=grace_s))
+
+    def going(self, view: int) -> None:
+        """I go to a planned view, with the others who were in the one before."""
+        self._say(Going(view))
+
     def slow(self, id: int, why: str) -> None:
         """A member holds the others up: it should leave. A wish that is lost is made again by who made it."""
         self._tie.send(encode(Slow(id, why)))
@@ -143,7 +157,7 @@ class Line:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _say(self, message: Ready | Broken | Formed | Leave) -> None:
+    def _say(self, message: Said) -> None:
         with self._changed:
             self._owed[type(message)] = message
         self._tie.send(encode(message))
@@ -178,6 +192,8 @@ class Line:
                 self._standing = message
             elif isinstance(message, Drain):
                 self.drained = True
+            elif isinstance(message, Come):
+                self.come = max(self.come, message.view)
             elif isinstance(message, Noted):
                 self._noted = True
             elif self.newest is None or message.view.number > self.newest.view.number:

@@ -1,7 +1,7 @@
 """What a scheduler, the agents of its hosts and the members of an elastic run say to each other.
 
-    member     → scheduler   Arrive, then Ready, Broken, Formed, Slow, Leave
-    scheduler  → member      Standing or Refused, then NewView, Drain; Noted answers Leave
+    member     → scheduler   Arrive, then Ready, Broken, Formed, Slow, Here, Going, Leave
+    scheduler  → member      Standing or Refused, then NewView, Come, Drain; Noted answers Leave
     agent      → scheduler   Host, then Beat, Started, Ended, DrainHost; EndRun from the launcher's
     scheduler  → agent       Start, Stop, Over
     tool       → scheduler   Look, Scale or Fetch, which Picture, Done, Work or Refused answers
@@ -21,7 +21,7 @@ from paceline.core.settings import Settings
 from paceline.core.view import Member, View
 from paceline.membership.messages import Refused
 
-PROTOCOL = 3  # raised with every change that an older one would not understand
+PROTOCOL = 4  # raised with every change that an older one would not understand
 
 
 class Arrive(msgspec.Struct, frozen=True, tag="arrive", kw_only=True):
@@ -61,10 +61,25 @@ class Slow(msgspec.Struct, frozen=True, tag="slow"):
     why: str
 
 
+class Here(msgspec.Struct, frozen=True, tag="here", kw_only=True):
+    """Members train apart, and I am at this round: once `quorum` are, wait no longer than `grace_s` for the others."""
+
+    view: int
+    round: int
+    quorum: int
+    grace_s: float
+
+
+class Going(msgspec.Struct, frozen=True, tag="going"):
+    """We go to this planned view now."""
+
+    view: int
+
+
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """Do not wait for me."""
 
-    reason: str  # finished, drained, failed
+    reason: str  # finished, drained, left (the script has ended before the run did), failed
 
 
 class Standing(msgspec.Struct, frozen=True, tag="standing", kw_only=True):
@@ -83,6 +98,15 @@ class NewView(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     term: int
     view: View
     planned: bool
+    left: tuple[int, ...] = ()  # ids of those that are not in it and were not lost: they were asked to go, or went
+    late: tuple[int, ...] = ()  # ids of those that were left out because they did not come to a round in time
+
+
+class Come(msgspec.Struct, frozen=True, tag="come"):
+    """The others of this view are on their way to it: do not let them wait."""
+
+    term: int
+    view: int
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
@@ -207,11 +231,12 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     host: str
     pid: int
-    state: str  # starting, arrived, ready, in, draining, lost, finished
+    state: str  # starting, arrived, ready, in, draining, leaving, drained, lost, finished
     since: float  # time.time()
     replaced: int = 0  # times that it was started again
     why: str = ""  # how it was lost last
     again_at: float = 0.0  # time.time() from which it may be started again; 0: it is not
+    unsure: bool = False  # of one that is lost: how it ended may yet end the run instead
 
 
 class Picture(msgspec.Struct, frozen=True, tag="picture", kw_only=True):
@@ -237,11 +262,11 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     text: str
 
 
-FromMember = Arrive | Ready | Broken | Formed | Slow | Leave
+FromMember = Arrive | Ready | Broken | Formed | Slow | Here | Going | Leave
 FromAgent = Host | Beat | Started | Ended | DrainHost | EndRun
 FromTool = Look | Scale | Fetch
 ToScheduler = FromMember | FromAgent | FromTool
-ToMember = Standing | NewView | Drain | Noted | Refused
+ToMember = Standing | NewView | Come | Drain | Noted | Refused
 ToAgent = Start | Stop | Over | Refused
 ToTool = Picture | Done | Work | Refused
 Message = ToScheduler | ToMember | ToAgent | ToTool

@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.view import Member
-from paceline.membership.books import Books, Order, To
+from paceline.membership.books import FAILED, Books, Order, To
 from paceline.membership.forming import Forming
 from paceline.membership.messages import Refused
-from paceline.membership.orders import Drain, NewView, Noted, Over, Picture, Seen, Standing, Start, Stop
-from paceline.membership.seats import Rules, Seat
+from paceline.membership.orders import Come, Drain, Here, Noted, Over, Picture, Seen, Standing, Start, Stop
+from paceline.membership.quorum import Quorum
+from paceline.membership.seating import Seating
+from paceline.membership.seats import Rules, Seat, process_of
 from paceline.membership.staff import STOPPED, Staff
 
 _STALLED = 0.5  # of a silence without a tick: it was we who slept
@@ -39,6 +41,8 @@ class Roster:
         self._books = Books(rules, now)
         self._forming = Forming(self._books)
         self._staff = Staff(self._books)
+        self._quorum = Quorum(self._books, self._forming)
+        self._seating = Seating(self._books, self._forming, self._staff)
         self._ticked = now
 
     @classmethod
@@ -85,7 +89,7 @@ class Roster:
             if seat.condemned or not (seat.here or seat.state == "lost"):
                 raise Interrupted(f"member {id} has left the run")
         else:
-            self._sit_down(seat, member, view, now)
+            self._seating.sit_down(seat, member, view, now)
         books.watch[id].down = None
         was = seat.state
         books.revive(seat, now)
@@ -97,8 +101,8 @@ class Roster:
         rules, begun = books.rules, run.number > 0
         books.say(id, Standing(term=run.term, settings=rules.settings, least=rules.least, view=run.view, begun=begun))
         if run.view and view < run.number and (view or id in run.ids):
-            books.say(id, NewView(term=run.term, view=run.view, planned=run.planned))
-        if was == "lost" and self._going(seat):
+            books.show_view(id)
+        if was == "lost" and self._seating.going(seat):
             self._staff.drain(seat, now)
         elif seat.draining:
             books.say(id, Drain(run.term))
@@ -150,8 +154,21 @@ class Roster:
         self._staff.shed(id, why, now)
         self._forming.settle(now)
 
+    def here(self, id: int, here: Here, now: float) -> None:
+        """A member has come to a round."""
+        self._quorum.here(id, here, now)
+
+    def going(self, id: int, view: int, now: float) -> None:
+        """Members go to a planned view: who trains on meanwhile hears of it."""
+        run = self._books.run
+        if view == run.number and run.pending:
+            for newcomer in run.ids:
+                if newcomer not in run.old:
+                    self._books.say(newcomer, Come(run.term, view))
+
     def leave(self, id: int, reason: str, now: float) -> None:
-        """A member goes: finished, drained or failed."""
+        """A member goes: finished, drained, failed, or left: its script has ended before the run did, as it seems well;
+        what its process ends with says so for certain."""
         books, seat = self._books, self._books.seats[id]
         if seat.here or seat.state == "lost":
             if reason == "finished" and seat.here:
@@ -159,10 +176,12 @@ class Roster:
                 seat.why = ""
             elif seat.draining or books.run.over is not None:
                 books.turn(seat, "drained", now)
+            elif reason == "left":
+                books.part(seat, now)
             else:
-                books.lose(seat, f"left: {reason}", now)
+                books.lose(seat, FAILED, now)
             if seat.state != "finished":  # nothing more can come from this process
-                seat.member, seat.past = None, [*seat.past, *_process(seat)]
+                seat.member, seat.past = None, [*seat.past, *process_of(seat)]
         books.say(id, Noted(books.run.term))
         self._forming.settle(now)
 
@@ -182,7 +201,7 @@ class Roster:
             if seat.host == name and seat.state == "starting":
                 books.say(name, Start(run.term, id))
             else:
-                self._ended(name, id, "ended while its agent could not say so", None, now)
+                self._seating.ended(name, id, "ended while its agent could not say so", None, now)
         for id in running:
             known = books.seats.get(id)
             if known is not None and id not in host.running:
@@ -195,7 +214,7 @@ class Roster:
                     known.host = name
             if known is None or known.state == "idle":
                 books.say(name, Stop(run.term, id))
-        self._back(name, now)
+        self._seating.back(name, now)
         self.tick(now)
 
     def beat(self, name: str, paused: Sequence[int], now: float) -> None:
@@ -210,10 +229,10 @@ class Roster:
             watch = books.watch[id]
             was, watch.paused = watch.paused, (watch.paused or now) if id in paused else None
             if was is not None and watch.paused is None and seat.state == "lost":
-                self._revive(seat, now)
+                self._seating.revive(seat, now)
                 self._forming.settle(now)
         if books.hosts.heard(name, now):
-            self._back(name, now)
+            self._seating.back(name, now)
 
     def started(self, name: str, id: int, pid: int, now: float) -> None:
         """A member's process runs."""
@@ -224,7 +243,7 @@ class Roster:
     def ended(self, name: str, id: int, code: int, now: float, error: str = "") -> None:
         """A member's process has ended; `error`: by what, if that would come again."""
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        self._ended(name, id, how, code, now)
+        self._seating.ended(name, id, how, code, now)
         if id in self._books.seats and self._books.seats[id].host == name:
             self._staff.ended(self._books.seats[id], code, error)
         self._forming.settle(now)
@@ -282,11 +301,12 @@ class Roster:
                     id=seat.id,
                     host=seat.host or (seat.member.host if seat.member else ""),
                     pid=seat.pid,
-                    state="draining" if seat.draining and seat.here else seat.state,
+                    state=self._state(seat),
                     since=wall - (now - seat.since),
                     replaced=seat.replaced,
                     why=seat.why,
                     again_at=self._again_at(seat, now, wall),
+                    unsure=seat.state == "lost" and self._unsure(seat),
                 )
                 for seat in books.seats.values()
                 if seat.wanted or seat.state != "idle"
@@ -316,12 +336,23 @@ class Roster:
             elif seat.here and watch.down is not None and now - watch.down >= silence_s:
                 books.lose(seat, f"was not heard: its line was closed for {silence_s:g} s", now)
         self._mend_when_due(now)
+        self._quorum.look(now)
         self._forming.settle(now)
         if books.run.over is None:
             self._staff.turn(now)
             self._forming.settle(now)
 
     # Inside
+
+    def _state(self, seat: Seat) -> str:
+        if seat.parting and self._books.hosts.runs(seat.host, seat.id):
+            return "leaving"
+        return "draining" if seat.draining and seat.here else seat.state
+
+    def _unsure(self, seat: Seat) -> bool:
+        """Whether how it ends, or how the others do that begin with it, may end the run."""
+        failing = seat.why == FAILED and self._books.hosts.runs(seat.host, seat.id)
+        return failing or (seat.vain and not self._books.run.stepped)
 
     def _again_at(self, seat: Seat, now: float, wall: float) -> float:
         again = seat.state == "lost" and seat.wanted
@@ -332,84 +363,6 @@ class Roster:
         if id not in self._books.seats:
             raise ConfigError(f"id {id} is not one of 0 to {most - 1}: do not set PACELINE_RANK by hand")
         return self._books.seats[id]
-
-    def _sit_down(self, seat: Seat, member: Member, view: int, now: float) -> None:
-        """A process that did not sit there before."""
-        books = self._books
-        watch = books.watch[seat.id]
-        if (member.host, member.pid) in seat.past:
-            raise Interrupted(f"member {seat.id} was lost ({seat.why}) and replaced: this process ends")
-        if seat.here and (watch.down is None or books.hosts.runs(seat.host, seat.id)):
-            other = seat.member
-            raise ConfigError(
-                f"id {seat.id} is taken by process {other.pid if other else 0} on {other.host if other else ''}: a "
-                f"member joins once; a program that a member starts inherits its place, so clear PACELINE_* for it"
-            )
-        if seat.here:
-            books.lose(seat, "came again as another process", now, ended=True)
-            self._forming.settle(now)
-        if seat.state == "lost" and books.hosts.runs(seat.host, seat.id) and seat.member:
-            raise ConfigError(f"id {seat.id} belongs to a process that still runs on {seat.host}")
-        seat.member, seat.pid, seat.held, seat.ready, seat.wanted = member, member.pid, view, 0, True
-        seat.draining = seat.condemned = False
-        watch.start_by = watch.paused = watch.stop_at = None
-        watch.faults.clear()
-        books.turn(seat, "arrived", now)
-
-    def _ended(self, name: str, id: int, how: str, code: int | None, now: float) -> None:
-        books = self._books
-        books.hosts.ended(name, id)
-        seat = books.seats.get(id)
-        books.dirty = True
-        if seat is None or seat.host != name:  # another one sits there by now
-            return
-        books.watch[id].stop_at = None
-        if seat.state in ("drained", "finished") or (seat.draining and (code == 0 or seat.wanted)):
-            seat.member, seat.condemned, seat.draining = None, False, False
-            again = seat.wanted and seat.state != "finished"  # of a host that goes: elsewhere, if there is room
-            books.turn(seat, "idle" if again else "finished" if seat.state == "finished" else "drained", now)
-        elif code == 0 and seat.state == "starting" and self._nobody_came():
-            books.turn(seat, "finished", now)
-            if all(s.state == "finished" for s in books.seats.values() if s.wanted):
-                books.end("left", "")
-        elif books.run.over is not None and (seat.here or seat.state == "starting"):  # it was told to
-            seat.member = None
-            books.turn(seat, "drained", now)
-        elif seat.here or seat.state == "starting":
-            books.lose(seat, how, now, ended=True)
-        elif seat.state == "lost":
-            seat.member, seat.condemned = None, False
-
-    def _nobody_came(self) -> bool:
-        """So far; a script that never joins is as many plain scripts, which are run once."""
-        return self._books.run.number == 0 and not any(s.here for s in self._books.seats.values())
-
-    def _back(self, name: str, now: float) -> None:
-        """A host that was silent is heard: its members may be there after all, unless others took their seats."""
-        for id in self._books.hosts.seen[name].running:
-            if self._books.seats[id].host != name:
-                self._books.say(name, Stop(self._books.run.term, id))
-        for seat in self._books.seats.values():
-            if seat.host == name:
-                self._revive(seat, now)
-        self._forming.settle(now)
-
-    def _revive(self, seat: Seat, now: float) -> None:
-        """One that was lost is heard of again: it is told of the view that was made without it, since its line may
-        never have closed."""
-        run, was = self._books.run, seat.state
-        self._books.revive(seat, now)
-        if was == "lost" and seat.here and run.view:
-            self._books.say(seat.id, NewView(term=run.term, view=run.view, planned=run.planned))
-        if was == "lost" and self._going(seat):
-            self._staff.drain(seat, now)
-            if run.home and seat.id in run.ids:
-                self._books.send_home(seat.id)
-
-    def _going(self, seat: Seat) -> bool:
-        """Whether the host on which it is must go."""
-        host = self._books.hosts.seen.get(seat.host)
-        return seat.here and host is not None and host.going
 
     def _mend_when_due(self, now: float) -> None:
         books, run = self._books, self._books.run
@@ -427,7 +380,3 @@ class Roster:
         for watch in books.watch.values():
             watch.down = now if watch.down is not None else None
             watch.paused = now if watch.paused is not None else None
-
-
-def _process(seat: Seat) -> list[tuple[str, int]]:
-    return [(seat.member.host, seat.member.pid)] if seat.member else []

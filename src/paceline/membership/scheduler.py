@@ -40,6 +40,8 @@ from paceline.membership.orders import (
     EndRun,
     Fetch,
     Formed,
+    Going,
+    Here,
     Host,
     Leave,
     Look,
@@ -245,6 +247,10 @@ class Scheduler:
                 roster.broken(who, message.view, message.blamed, now)
             case Formed():
                 roster.formed(who, message.view, now, message.step)
+            case Here():
+                roster.here(who, message, now)
+            case Going():
+                roster.going(who, message.view, now)
             case Slow():
                 roster.slow(message.id, message.why, now)
             case Leave():

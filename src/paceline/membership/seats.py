@@ -64,12 +64,19 @@ class Seat(msgspec.Struct, kw_only=True):
     replaced: int = 0
     fails: int = 0  # losses in a row without a view that was formed
     why: str = ""  # how it was lost last
+    parting: bool = False  # its script has ended before the run did; well, unless its process says otherwise
     vain: bool = False  # a process ended here by itself, and not well, before the run had taken a step
     past: list[tuple[str, int]] = []  # host and pid of those that were replaced
 
     @property
     def here(self) -> bool:
         return self.state in _HERE
+
+    @property
+    def left(self) -> bool:
+        """Whether who sat here last was not lost, but has gone or is to go."""
+        again = self.state == "starting" and not self.why
+        return self.draining or self.state in ("idle", "drained") or again
 
 
 class HostSeen(msgspec.Struct, kw_only=True):
@@ -100,6 +107,7 @@ class Run(msgspec.Struct, kw_only=True):
     old: tuple[int, ...] = ()  # of the view before, while a planned one is not formed
     repeats: int = 0  # views of the same members in a row, none of which was formed
     blames: dict[int, int] = {}  # in these
+    late: tuple[int, ...] = ()  # ids of those that the view leaves out because they did not come to a round in time
     readies: int = 0  # counts those who said Ready
     home: bool = False  # all of the view are to leave, after a step that they agree on
     stopping: bool = False  # all members are to leave
@@ -127,3 +135,8 @@ class Watch:
     start_by: float | None = None  # when it must have arrived
     stop_at: float | None = None  # when its process will be ended if it still runs
     faults: list[float] = field(default_factory=list)  # when it was left out of a view
+
+
+def process_of(seat: Seat) -> list[tuple[str, int]]:
+    """Host and pid of who sits there, if somebody does."""
+    return [(seat.member.host, seat.member.pid)] if seat.member else []

@@ -140,7 +140,7 @@ class Staff:
             seat.past = [*seat.past, (seat.member.host, seat.member.pid)][-_PAST:]
         books.hosts.seen[place].running.append(seat.id)
         seat.host, seat.pid, seat.member, seat.held, seat.ready = place, 0, None, 0, 0
-        seat.draining = seat.condemned = False
+        seat.draining = seat.condemned = seat.parting = False
         watch = books.watch[seat.id]
         watch.down = watch.paused = watch.stop_at = None
         watch.start_by = now + books.rules.settings.join_limit_s
@@ -172,6 +172,10 @@ class Staff:
             return
         if self._few_since is None:
             self._few_since = now
+        # Where members leave one after another, the others may be on their way out too, until they form the next view.
+        leaving = any(s.parting for s in books.seats.values()) and books.run.view is not None and not books.run.formed
+        if leaving and now < self._few_since + rules.settings.join_limit_s:
+            return
         silent = [s for s in books.seats.values() if s.state == "lost" and s.member and s.host in books.hosts.seen]
         perhaps = len(waiting) + sum(not s.wanted for s in silent)
         may_come = any(not books.hosts.live(s.host) for s in silent) or (
@@ -181,7 +185,7 @@ class Staff:
             return
         if books.run.number == 0 and any(s.here for s in books.seats.values()) and perhaps:
             return  # they are told who is missing at their limit
-        lost = [s for s in books.seats.values() if s.state == "lost"]
+        lost = [s for s in books.seats.values() if s.state == "lost" or s.parting]
         who = "; ".join(f"member {s.id}{f' on {s.host}' if s.host else ''} {s.why}" for s in lost)
         who = who or "no host has a free slot" if waiting else who or "all have left"
         bad = f"; quarantined: {', '.join(books.hosts.quarantined)}" if books.hosts.quarantined else ""

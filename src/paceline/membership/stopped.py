@@ -6,7 +6,7 @@ interpreter to itself is not stopped, and is never suspected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
 _LOOK_S = 0.25
@@ -31,11 +31,15 @@ class Stopped:
 
     Args:
         silence_s: after which one that is stopped is lost.
-        counts: whether the others can go on without it now; asked only while one is stopped.
+        counts: whether the run can go on without it now; asked only while one is stopped.
+        ranks: of those who are looked at.
     """
 
-    def __init__(self, silence_s: float, counts: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, silence_s: float, counts: Callable[[], bool] = lambda: True, *, ranks: Collection[int] = ()
+    ) -> None:
         self.silence_s = silence_s
+        self.ranks = ranks
         self._counts = counts
         self._since: dict[int, float] = {}  # by process number
         self._looked_at = 0.0

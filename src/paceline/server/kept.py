@@ -22,7 +22,7 @@ from paceline.server.corrected import piece_key
 from paceline.staleness import Correction, Stage
 
 if TYPE_CHECKING:
-    from paceline.server.shard import Shard
+    from paceline.server.readers import Readers
 
 MARK = "@"
 _SENT, _BY_WORKER = "sent", "of"  # as corrections call them
@@ -32,32 +32,32 @@ _RATE, _WEIGHTS = "@rate", "@weights"
 class Kept:
     """The state of one shard's corrections, by piece."""
 
-    def __init__(self, shard: Shard, correction: Correction) -> None:
-        self._shard = shard
+    def __init__(self, readers: Readers, correction: Correction) -> None:
+        self._readers = readers
         self._correction = correction
         self._coming: dict[tuple[int, int], dict[str, Any]] = {}  # by chunk and piece: what is being restored
 
     def all(self) -> dict[tuple[int, int], dict[str, Any]]:
         """All there is, by chunk and piece, and there by name."""
-        shard, found = self._shard, _apart(self._correction.state_dict())
+        readers, found = self._readers, _apart(self._correction.state_dict())
         kept: dict[tuple[int, int], dict[str, Any]] = {}
-        for index, chunk in enumerate(shard.chunks):
+        for index, chunk in enumerate(readers.chunks):
             for number, piece in enumerate(chunk.pieces):
                 own = kept[index, number] = {_RATE: self._group(index, number)["lr"]}
                 if self._correction.stage == Stage.GATHER:
-                    own[_WEIGHTS] = shard.stock.weights[index][piece.at : piece.at + piece.numel]
+                    own[_WEIGHTS] = readers.stock.weights[index][piece.at : piece.at + piece.numel]
                 own |= found.get(piece_key(index, number), {})
         return kept
 
     def store(self, index: int, piece: int, name: str, value: Any) -> None:
         """One of them comes back; `settle` takes over all that have."""
-        where = self._shard.chunks[index].pieces[piece]
+        where = self._readers.chunks[index].pieces[piece]
         if isinstance(value, torch.Tensor) and value.numel() != where.numel:
             raise ConfigError(f"{value.numel()} values of {name} for a piece of {where.numel}")
         if name == _RATE:
             self._group(index, piece)["lr"] = float(value)
         elif name == _WEIGHTS and isinstance(value, torch.Tensor):
-            self._shard.stock.weights[index][where.at : where.at + where.numel] = value.view(-1)
+            self._readers.stock.weights[index][where.at : where.at + where.numel] = value.view(-1)
         else:
             value = value.reshape(-1) if isinstance(value, torch.Tensor) else _number(value)
             self._coming.setdefault((index, piece), {})[name] = value
@@ -76,13 +76,13 @@ class Kept:
         self._coming.clear()
         self._correction.load_state_dict(state)
         for worker in workers:
-            if not self._shard.knows(worker):
+            if not self._readers.knows(worker):
                 self._correction.forget(worker)
 
     def _group(self, index: int, piece: int) -> dict[str, Any]:
         """The optimizer's group that a piece is in."""
-        number = self._shard.placement.tensors[self._shard.chunks[index].pieces[piece].tensor].group
-        groups = self._shard.stock.optimizers[index].param_groups
+        number = self._readers.placement.tensors[self._readers.chunks[index].pieces[piece].tensor].group
+        groups = self._readers.stock.optimizers[index].param_groups
         return next(group for group in groups if group["number"] == number)
 
 

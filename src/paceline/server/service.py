@@ -143,7 +143,7 @@ class Service:
         if self._sessions.get(session.rank) is not session:
             return
         for table in self.tables.values():
-            if session.rank in table.shard.clocks:
+            if session.rank in table.shard.clocks.of:
                 if not said and not table.shard.forgives:
                     self.fault = self.fault or f"member {session.rank} left the run, and sync waits for every member"
                 else:

@@ -22,17 +22,13 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.server.corrected import Corrected
+from paceline.server.clocks import Clocks
 from paceline.server.gates import Together, make_gate
-from paceline.server.kept import MARK, Kept
 from paceline.server.messages import Last, Push, Rule, Standing
 from paceline.server.placement import Placement
+from paceline.server.readers import MOST_THREADS, Readers
 from paceline.server.stock import Stock
-from paceline.server.under import Under, finite
-from paceline.staleness import make_corrections
-
-_MOST_THREADS = 1024  # of a worker
-_MOST_WORKERS = 1 << 20
+from paceline.server.under import Under, finite, mean_of
 
 
 class Shard:
@@ -66,12 +62,11 @@ class Shard:
         self.chunks = self.stock.chunks
         self.rule = rule
         self.gate = make_gate(rule.gate)
-        self._correct_anew()
+        self.readers = Readers(self.stock, placement, rule.correct)
         self.version = 0
         self.round = 0  # of those with backups: the same on all shards
         self.wishes = 0
-        self.clocks: dict[int, int] = {}  # by rank, of the workers that are here
-        self._steps: dict[int, int] = {}  # by rank: the number of its last push
+        self.clocks = Clocks()
         self.applied = self.dropped = 0  # pushes
         self.halves = 0  # pushes that ended when some of their chunks had been applied, which stay so
         self._ready = ready
@@ -81,10 +76,6 @@ class Shard:
         self._replaces = replaces
         self._under: dict[int, Under] = {}
         self._gone: dict[tuple[int, int], Under] = {}  # by rank and life: whole pushes of who has left, with backups
-        self._resting: set[int] = set()
-        self._fresh: set[int] = set()  # who has not pushed: it begins at the highest clock that a server has told it
-        self._threads: dict[int, int] = {}  # by rank: how many of its threads have pushed
-        self._asks: dict[int, int] = {}  # by rank: the thread whose push is answered; none: all of them read
         self._ages: dict[int, int] = {}  # by rank, of its last push
         self._seen: dict[int, int] = {}  # versions that workers will name in their next push
         self._waits: dict[int, set[int]] = {}  # by rank: chunks that are due to it
@@ -94,12 +85,11 @@ class Shard:
 
     def join(self, rank: int) -> int:
         """A worker comes; the clock at which it begins: that of the slowest, so that nobody waits for its past."""
-        self.clocks.setdefault(rank, min(self.clocks.values(), default=0))
-        self._steps.setdefault(rank, self.clocks[rank])
-        self._fresh.add(rank)
+        step = self.clocks.join(rank)
+        self.readers.join(rank)
         self._seen[rank] = self.version
         self._tell()
-        return self._steps[rank]
+        return step
 
     def leave(self, rank: int) -> None:
         """A worker goes, or has died. A push that was under way is forgotten; what was applied of it stays.
@@ -110,27 +100,18 @@ class Shard:
         if self._agreed and rank in self.whole_pushes():
             self._gone[rank, self._under[rank].push.life] = self._under[rank]
         self.halves += self._applied_of(rank) > 0
-        self.clocks.pop(rank, None)
-        self._steps.pop(rank, None)
-        self._under.pop(rank, None)
-        self._waits.pop(rank, None)
-        self._seen.pop(rank, None)
-        self._resting.discard(rank)
-        self._asks.pop(rank, None)
-        self._ages.pop(rank, None)
-        if self.correction:
-            for worker in self._workers(rank):
-                self.correction.forget(worker)
-        self._threads.pop(rank, None)
-        if self.clocks:
+        self.clocks.leave(rank)
+        self.readers.leave(rank)
+        for known in (self._under, self._waits, self._seen, self._ages):
+            known.pop(rank, None)
+        if self.clocks.of:
             self._go_on()
         else:
             self._tell()
 
     def last(self, rank: int, table: int = 0) -> Last:
         """How far a worker has come with its pushes."""
-        under = self._under.get(rank)
-        whole = 0 if rank in self._fresh else self._steps[rank]
+        under, whole = self._under.get(rank), self.clocks.whole(rank)
         return Last(
             table=table,
             servers=self._servers,
@@ -141,15 +122,12 @@ class Shard:
 
     def rest(self, rank: int) -> None:
         """A worker will not push for a while, and nobody is to wait for it."""
-        self._resting.add(rank)
+        self.clocks.resting.add(rank)
         self._go_on()
 
     def _wake(self, rank: int) -> None:
         """A worker that has rested pushes again. Nobody waits for what it has not done meanwhile."""
-        if rank in self._resting:
-            self._resting.discard(rank)
-            awake = [clock for other, clock in self.clocks.items() if other != rank and other not in self._resting]
-            self.clocks[rank] = max(self.clocks[rank], min(awake, default=0))
+        if self.clocks.wake(rank):
             self._tell()
 
     def turn(self, words: str) -> None:
@@ -162,9 +140,8 @@ class Shard:
             raise ConfigError("the gate changes between two steps of all workers, and a push is under way")
         self.gate = make_gate(words)
         if self.sync:
-            self._correct_anew()
-        slowest = min(self.clocks.values(), default=0)
-        self.clocks = dict.fromkeys(self.clocks, slowest)
+            self.readers.begin_anew()
+        self.clocks.level()
         self._seen = dict.fromkeys(self._seen, self.version)
         if self.chunks:
             self._stands()
@@ -173,7 +150,7 @@ class Shard:
 
     def begin(self, rank: int, push: Push) -> str:
         """A worker announces its gradients; why they will be dropped, or ""."""
-        if rank not in self.clocks:
+        if rank not in self.clocks.of:
             raise ConfigError(f"member {rank} pushes to a table that it has not opened")
         if rank in self._under:
             raise ConfigError(f"member {rank} pushes before it has the weights of its last push")
@@ -185,20 +162,17 @@ class Shard:
             raise ConfigError(f"member {rank} names version {push.read} of {self.version} and weight {push.weight}")
         if not 0 <= push.round <= self.round:
             raise ConfigError(f"member {rank} names round {push.round} of {self.round}")
-        ahead = push.step - self._steps[rank]
-        if ahead < 1 or (ahead > 1 and rank not in self._fresh):
-            raise ConfigError(f"member {rank} pushes step {push.step} after step {self._steps[rank]}")
+        self.clocks.check(rank, push.step)
         if len(push.groups) != len(self.rule.groups):
             raise ConfigError(
                 f"member {rank} has {len(push.groups)} parameter groups, the table {len(self.rule.groups)}"
             )
-        if not 0 <= push.thread < _MOST_THREADS:
-            raise ConfigError(f"member {rank} pushes from thread {push.thread}: at most {_MOST_THREADS} are allowed")
-        age = self.version - push.read
-        self._fresh.discard(rank)
+        if not 0 <= push.thread < MOST_THREADS:
+            raise ConfigError(f"member {rank} pushes from thread {push.thread}: at most {MOST_THREADS} are allowed")
+        age = self._ages[rank] = self.version - push.read
+        self.clocks.pushes(rank)
         self._wake(rank)
-        self._asks[rank], self._ages[rank] = push.thread, age
-        self._threads[rank] = max(self._threads.get(rank, 1), push.thread + 1)
+        self.readers.asks(rank, push.thread)
         self._under[rank] = under = Under(push, age, self._why_not(rank, push, age))
         self._waits[rank] = set()
         if push.wish:
@@ -275,12 +249,7 @@ class Shard:
 
     def weights(self, rank: int, index: int) -> torch.Tensor:
         """What a worker is to get of a chunk now."""
-        if self._kept:
-            self._kept.settle()
-        if not self._corrected or self.sync:
-            return self.stock.weights[index]
-        asks = self._asks.get(rank)
-        return self._corrected.pull(index, self._workers(rank) if asks is None else [_worker(rank, asks)])
+        return self.readers.weights(rank, index, corrected=not self.sync)
 
     def pulls(self, rank: int) -> None:
         """A worker is about to get all weights as they are now, and not for a push of one of its threads.
@@ -288,20 +257,9 @@ class Shard:
         It is about to train, if it has rested: nobody is to go ahead of it from here.
         """
         self._wake(rank)
-        self._asks.pop(rank, None)
+        self.readers.asks(rank, None)
         if rank not in self._under:
             self._seen[rank] = self.version
-
-    def _workers(self, rank: int) -> list[int]:
-        return [_worker(rank, thread) for thread in range(self._threads.get(rank, 1))]
-
-    def knows(self, worker: int) -> bool:
-        """Whether this is a thread of a worker that is here, by the number that corrections know it by."""
-        thread, rank = divmod(worker, _MOST_WORKERS)
-        if rank not in self.clocks:
-            return False
-        self._threads[rank] = max(self._threads.get(rank, 1), thread + 1)
-        return True
 
     def named_version(self, rank: int) -> int:
         """What this worker is to name in its next push."""
@@ -330,43 +288,30 @@ class Shard:
 
     def states(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """By chunk and piece: the optimizer's state, and what corrections keep."""
-        kept = self._kept.all() if self._kept else {}
+        kept = self.readers.states()
         for index, chunk in enumerate(self.chunks):
             for piece in range(len(chunk.pieces)):
                 yield index, piece, self.stock.state(index, piece) | kept.get((index, piece), {})
 
     def store_state(self, index: int, piece: int, key: str, value: Any) -> None:
-        if key.startswith(MARK):
-            if self._kept:
-                self._kept.store(index, piece, key, value)
-            return
-        self.stock.store_state(index, piece, key, value)
+        if not self.readers.store_state(index, piece, key, value):
+            self.stock.store_state(index, piece, key, value)
 
     # ---- inside
-
-    def _correct_anew(self) -> None:
-        self.correction = make_corrections(self.rule.correct or None)
-        self._corrected = Corrected(self.stock, self.correction) if self.correction else None
-        self._kept = Kept(self, self.correction) if self.correction else None
 
     def _why_not(self, rank: int, push: Push, age: int) -> str:
         if self.sync:
             ago = self.round - push.round if self._agreed else age
             return f"its round was closed {ago} rounds ago" if ago else ""
-        worker = _worker(rank, push.thread)
-        if self._corrected and not self._corrected.accepts(worker, age, push.groups):
-            return f"it is {age} versions old"
-        return ""
+        return "" if self.readers.accepts(rank, push, age) else f"it is {age} versions old"
 
     def _apply_one(self, rank: int, index: int, gradient: torch.Tensor, missing: frozenset[int], under: Under) -> None:
         push = under.push
         if not push.weight:
             return
-        if push.weight != 1.0 or self._corrected:
+        if push.weight != 1.0 or self.readers.corrects:
             gradient = torch.mul(gradient, push.weight, out=self.stock.scratch(index))
-        if self._corrected:
-            worker = _worker(rank, push.thread)
-            self._corrected.push(index, gradient, missing, worker=worker, age=under.age, groups=push.groups)
+        self.readers.correct(rank, index, gradient, missing, push, under.age)
         self.stock.apply(index, gradient, missing, push.groups)
 
     def _applied_of(self, rank: int) -> int:
@@ -399,13 +344,9 @@ class Shard:
             self._due(rank, index)
 
     def _tick(self, rank: int, under: Under) -> None:
-        self._count(rank, under.push)
+        self.clocks.count(rank, under.push.step)
         del self._under[rank]
         self._go_on()
-
-    def _count(self, rank: int, push: Push) -> None:
-        self.clocks[rank] += 1
-        self._steps[rank] = push.step
 
     def _due(self, rank: int, index: int) -> None:
         """A chunk is due to a worker: now, or when the gate opens."""
@@ -415,9 +356,7 @@ class Shard:
             self._waits[rank].add(index)
 
     def _open(self, rank: int) -> bool:
-        clock = self.clocks[rank] + (rank in self._under)
-        others = [c for r, c in self.clocks.items() if r != rank and r not in self._resting]
-        return clock - min(others, default=clock) <= self.gate.lead or self.sync
+        return self.clocks.lead(rank, rank in self._under) <= self.gate.lead or self.sync
 
     def _go_on(self) -> None:
         """Someone's clock has moved, or someone is gone: see who may go on."""
@@ -445,8 +384,8 @@ class Shard:
             servers=self._servers,
             round=self.round,
             backups=self.gate.backups if self._agreed and isinstance(self.gate, Together) else None,
-            here=tuple(sorted(self.clocks)),
-            resting=tuple(sorted(self._resting)),
+            here=tuple(sorted(self.clocks.of)),
+            resting=tuple(sorted(self.clocks.resting)),
             whole=tuple((rank, self._under[rank].push.life) for rank in sorted(self.whole_pushes())),
         )
 
@@ -466,41 +405,27 @@ class Shard:
 
     def _sum_what_is_here(self, index: int) -> None:
         """Sync of workers that stay: a chunk is summed when all have sent it, while others still come."""
-        if self._agreed or not self.clocks or index in self._summed:
+        here = sorted(self.clocks.of)
+        if self._agreed or not here or index in self._summed:
             return
-        if all(r in self._under and index in self._under[r].kept for r in self.clocks):
-            self._sum(index, [self._under[rank] for rank in sorted(self.clocks)])
+        if all(r in self._under and index in self._under[r].kept for r in here):
+            self._sum(index, [self._under[rank] for rank in here])
             self._summed.add(index)
-            for rank in sorted(self.clocks):
+            for rank in here:
                 self._seen[rank] = self.version + 1
                 self._ready(rank, index)
             if len(self._summed) == len(self.chunks):
                 self._summed.clear()
-                self._round_over(sorted(self.clocks))
+                self._round_over(here)
 
     def _sum(self, index: int, whole: list[Under]) -> None:
-        """The mean over the samples of these pushes, added up in the order of ranks, applied."""
-        pushes = [under.push for under in whole]
-        total = sum(push.weight for push in pushes)
-        parts = [under.kept.pop(index) for under in whole]
-        missing = frozenset.intersection(*(m for _, m in parts))
-        if total:
-            mean = parts[0][0]
-            if len(parts) > 1:
-                mean = torch.mul(mean, pushes[0].weight / total, out=self.stock.scratch(index))
-                for push, (gradient, _) in zip(pushes[1:], parts[1:]):
-                    mean.add_(gradient, alpha=push.weight / total)
-            self.stock.apply(index, mean, missing, pushes[0].groups)
+        """The mean over the samples of these pushes, applied."""
+        if found := mean_of(index, whole, lambda: self.stock.scratch(index)):
+            self.stock.apply(index, *found, whole[0].push.groups)
 
     def _round_over(self, contributors: list[int]) -> None:
         self.version += 1
         self.applied += len(contributors)
         for rank in contributors:
-            under = self._under.pop(rank)
-            self._count(rank, under.push)
+            self.clocks.count(rank, self._under.pop(rank).push.step)
             self._seen[rank] = self.version
-
-
-def _worker(rank: int, thread: int) -> int:
-    """What corrections know a worker's thread by."""
-    return rank + thread * _MOST_WORKERS

@@ -50,10 +50,17 @@ class Anchors:
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.coder = coder
-        self._decay, self._near = decay, near
+        self._decay = decay
         self._anchors = [torch.nn.Parameter(_wide(p)) for p in self.parameters]
         self._outer, self._words = outer.make(self._anchors), outer.words
         self._own: list[torch.Tensor] = []  # weights of this member, while the anchors are shown in their place
+        self._cuts = fragments
+        self.lay_out(group, near)
+
+    def lay_out(self, group: Group | None, near: Group | None = None) -> None:
+        """Make room for differences, by all members together; another group, another room."""
+        fragments, coder = self._cuts, self.coder
+        self._near = near
         self._views: list[torch.Tensor] = []  # differences, and what becomes of them
         self._buckets: list[list[Bucket]] = [[] for _ in range(fragments)]
         self._arenas: list[Arena] = []
@@ -80,6 +87,12 @@ class Anchors:
     def agreed(self) -> list[torch.Tensor]:
         """What members agreed on last."""
         return [anchor.detach() for anchor in self._anchors]
+
+    def let_go(self) -> None:
+        """The group is gone, and its memory is to go too: now, not when cycles are found."""
+        for bucket in (bucket for buckets in self._buckets for bucket in buckets):
+            bucket.slots = []
+        self._buckets, self._arenas, self._views = [[] for _ in self._buckets], [], []
 
     @torch.no_grad()
     def differ(self, fragment: int) -> float:
@@ -193,6 +206,30 @@ class Anchors:
         for p, own in zip(self.parameters, self._own):
             p.copy_(own)
         self._own = []
+
+    @torch.no_grad()
+    def work(self) -> list[torch.Tensor]:
+        """What this member has learnt since the last round: anchor − weight."""
+        return [anchor.detach() - p.detach() for p, anchor in zip(self.parameters, self._anchors)]
+
+    @torch.no_grad()
+    def put_work(self, work: Sequence[torch.Tensor]) -> None:
+        """Weights become the anchors with this on top, which was learnt from others."""
+        for p, anchor, difference in zip(self.parameters, self._anchors, work):
+            p.copy_(anchor.detach() - difference)
+
+    def unsaid(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """A copy of what the codec keeps, to go back to where a round comes to nothing."""
+        if self.coder is None:
+            return None
+        own = self.coder.state()
+        copies = {kind: {key: t.clone() for key, t in own[kind].items()} for kind in ("residuals", "returns")}
+        return self.coder.common(), {**own, **copies, "rates": dict(own["rates"]), "largest": dict(own["largest"])}
+
+    def put_unsaid(self, kept: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
+        if self.coder and kept:
+            self.coder.load_common(kept[0])
+            self.coder.load([kept[1]])
 
     # ---- state: what all members have alike, and this member's own
 

@@ -2,10 +2,10 @@
 
 Parameters stand in the order in which the first member's gradients arrived in its first backward pass, so that buckets
 fill one after the other and travel while the rest of the backward pass runs. The last bucket ends with the control
-block: this member's weight, notes to the others, one mark per parameter that says whether it has a gradient, and how
-long each member's last turn took; it holds float32 numbers that add up like gradients do. Float buffers that change in
-training (batch-norm statistics) follow: the first member writes its own, the others zeros, so the sum is the first
-member's.
+block: this member's weight, notes to the others, one mark per parameter that says whether it has a gradient, how long
+each member's last turn took, and its samples; it holds float32 numbers that add up like gradients do. Float buffers
+that change in training (batch-norm statistics) follow: the first member writes its own, the others zeros, so the sum is
+the first member's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from paceline.transport.arena import Arena, Kept
 from paceline.transport.group import Group
 
 WEIGHT, LATE, BAD, WISH, MOVE, MARKS = range(6)  # places in the control block
-PACE = 8  # numbers of each member, behind the marks: how long its last turn took it
+PACE = 10  # numbers of each member, behind the marks: how long its last turn took it, and as the last of them
+SAMPLES = PACE - 1  # what it has drawn for this step
 _ALIGN_BYTES = 64
 _WORTH_KEEPING = 16384  # elements: for fewer, one more call costs more than the copy
 _TOO_LARGE_TO_KEEP = 40_000_000  # bytes: a gradient that is kept takes memory until its bucket is summed

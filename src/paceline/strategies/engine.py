@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
-from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, PACE, WEIGHT, WISH, Layout, Slot
+from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, PACE, SAMPLES, WEIGHT, WISH, Layout, Slot
 from paceline.strategies.reducers import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
@@ -251,6 +251,7 @@ class Engine:
         control = [0.0] * MARKS + [float(s.arrived) for s in layout.slots] + [0.0] * (PACE * group.size)
         at = layout.paces + PACE * group.rank
         control[at : at + len(self._world.pace)] = self._world.pace
+        control[at + SAMPLES] = self._world.tally.pending
         control[WEIGHT], control[LATE], control[BAD] = (
             statistics.fmean(self._weights) if self._weights else self._world.tally.weight,
             float(len(self._late)),

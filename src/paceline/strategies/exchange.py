@@ -20,8 +20,9 @@ import torch
 
 from paceline.core.errors import Interrupted, PacelineError
 from paceline.strategies.anchors import SKETCH
-from paceline.strategies.averaging import Averaging, Seen
+from paceline.strategies.averaging import Averaging, BySamples, Mean, Seen
 from paceline.strategies.buckets import PACE
+from paceline.strategies.strategy import AFTER, BEFORE, SPENT, Stand
 from paceline.transport.arena import Courier
 from paceline.transport.group import Group
 
@@ -31,7 +32,8 @@ MEET = -1
 class Note(NamedTuple):
     """What a member tells before an exchange.
 
-    >>> note = Note(fragment=2, seen=Seen(samples=3.0, loss=1.0), pace=(1.0,) * PACE, changed=(True, False))
+    >>> stand = Stand(step=7, seat=1, drawn=(4, 5), spent=(1.0, 2.0, 3.0, 4.0, 5.0))
+    >>> note = Note(2, Seen(samples=3.0, loss=1.0), pace=(1.0,) * PACE, changed=(True, False), stand=stand)
     >>> Note.of(note.numbers().tolist()) == note
     True
     """
@@ -45,17 +47,23 @@ class Note(NamedTuple):
     turn: float = 0.0  # samples that it was to draw so far: the same where loops are at the same batch
     pace: tuple[float, ...] = ()  # see World.pace; zeros where nothing was measured yet
     changed: tuple[bool, ...] = ()  # buffers
+    stand: Stand = Stand()  # where members come and go
     guests: tuple[float, float] = (0.0, 0.0)  # what those outside give it to bring weighs, and how many they are
 
     def numbers(self) -> torch.Tensor:
         flat = [self.fragment, *self.seen, self.steps, self.squares, self.wish, self.turn]
         flat += (*self.pace, *(0.0,) * PACE)[:PACE]
-        return torch.tensor([*self.guests, *flat, *self.sketch, *self.changed], dtype=torch.float64)
+        step, move, out, seat, drawn, spent = self.stand
+        flat += [*self.sketch, step, move, out, seat, *spent, len(drawn), *drawn]
+        return torch.tensor([*self.guests, *flat, *self.changed], dtype=torch.float64)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Note:
         weight, guests, fragment, sound, samples, tokens, loss, steps, squares, wish, turn, *rest = numbers
-        pace, sketch, changed = rest[:PACE], rest[PACE : PACE + SKETCH], rest[PACE + SKETCH :]
+        pace, sketch, rest = rest[:PACE], rest[PACE : PACE + SKETCH], rest[PACE + SKETCH :]
+        step, move, out, seat, *rest = rest
+        spent, (loaders, *rest) = tuple(rest[:SPENT]), rest[SPENT:]
+        drawn, changed = rest[: int(loaders)], rest[int(loaders) :]
         return cls(
             fragment=int(fragment),
             seen=Seen(bool(sound), samples, tokens, loss),
@@ -66,6 +74,7 @@ class Note(NamedTuple):
             turn=turn,
             pace=tuple(pace),
             changed=tuple(map(bool, changed)),
+            stand=Stand(int(step), int(move), bool(out), int(seat), tuple(map(int, drawn)), spent),
             guests=(weight, guests),
         )
 
@@ -76,6 +85,22 @@ class Outcome(NamedTuple):
     fragment: int  # MEET: all have met
     notes: list[Note]
     weights: list[float]
+
+    @property
+    def waits(self) -> bool:
+        """Whether some come who are to be in it: then all go to the view that has them, and hold it there."""
+        moves = {note.stand.move for note in self.notes}
+        return BEFORE in moves and AFTER not in moves
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody has taken a step, where members come and go: they have only met."""
+        return not any(note.steps for note in self.notes)
+
+    @property
+    def short(self) -> bool:
+        """Whether it was held before its time, so that it tells nothing of how far members come apart."""
+        return any(note.stand.out or note.stand.move == AFTER for note in self.notes)
 
     @property
     def changed(self) -> list[bool]:
@@ -102,8 +127,11 @@ class Meeting(Protocol):
 class Exchange:
     """With others. `carry` is called in a thread, with what is to be exchanged."""
 
-    def __init__(self, group: Group, average: Averaging, carry: Callable[[Outcome], object]) -> None:
+    def __init__(
+        self, group: Group, average: Averaging, carry: Callable[[Outcome], object], *, uneven: bool = False
+    ) -> None:
         self._group, self._average, self._carry = group, average, carry
+        self._uneven = uneven  # members may have taken unlike numbers of steps, or none
         self._outcome: Outcome | None = None
         self._courier = Courier(self._run, f"{group.name}/exchange")
 
@@ -126,13 +154,31 @@ class Exchange:
             if len(sent) > 1:
                 raise PacelineError(f"members send unlike fragments: {sorted(sent)}; they have lost count of rounds")
             self._outcome = Outcome(sent.pop() if sent else MEET, notes, [])
-            if self._outcome.fragment != MEET:
-                weights = self._average.weigh([note.seen for note in notes])
+            idle = self._uneven and self._outcome.empty
+            if self._outcome.fragment != MEET and not self._outcome.waits and not idle:
+                weights = weigh(self._average, notes) if self._uneven else self._average.weigh([n.seen for n in notes])
                 self._outcome = self._outcome._replace(weights=weights)
                 self._carry(self._outcome)
         except Interrupted as error:
             self._group.abort(error)
             raise
+
+
+def weigh(average: Averaging, notes: Sequence[Note]) -> list[float]:
+    """Weights where some have trained more than others since the last round: who came late, or in the middle of one.
+
+    Who has taken no step says nothing. The plain mean is of equals: where steps are unlike, it goes by samples.
+
+    >>> weigh(Mean(), [Note(0, Seen(samples=40), steps=5), Note(0, Seen(samples=38), steps=5), Note(0, Seen())])
+    [0.5, 0.5, 0.0]
+    >>> weigh(Mean(), [Note(0, Seen(samples=30), steps=4), Note(0, Seen(samples=10), steps=1)])
+    [0.75, 0.25]
+    """
+    taken = {note.steps for note in notes} - {0}
+    seen = [note.seen if note.steps else note.seen._replace(sound=False) for note in notes]
+    if isinstance(average, Mean) and len(taken) > 1:
+        average = BySamples()
+    return average.weigh(seen)
 
 
 class Alone:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.core.view import View
 from paceline.transport.group import Group
 
 
@@ -48,3 +49,10 @@ class Front:
     def tell(self, number: int) -> int:
         """The leader's number."""
         return int(self._group.broadcast(torch.tensor([number])))
+
+
+def front_of(group: Group, view: View) -> tuple[Front, list[int]]:
+    """That of this host, and who pushes for each of the hosts."""
+    hosts = [[r for r in host if r in group.ranks] for host in view.hosts()]
+    fronts = [group.subgroup([group.ranks.index(r) for r in host]) for host in hosts if host]
+    return next(Front(front) for front in fronts if front), [host[0] for host in hosts if host]

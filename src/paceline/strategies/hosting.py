@@ -185,9 +185,7 @@ class Hosting:
 
 
 def make_hosting(guests: Guests, world: World, average: Averaging) -> Hosting | None:
-    """By all members: the first one's; None on the others, and where there are no guests."""
-    if guests.most and world.elastic:
-        raise ConfigError("guests call the first member, which must stay: give one number of members (-n 4)")
+    """The first member's; None on the others, and where there are no guests."""
     return Hosting(guests, world, average) if guests.most and not world.group.rank else None
 
 

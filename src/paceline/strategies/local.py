@@ -34,12 +34,15 @@ from paceline.codecs import Codec
 from paceline.core.errors import ConfigError
 from paceline.core.words import finite, split, whole
 from paceline.strategies.allreduce import FEEDBACK, AllReduce, check_feedback
+from paceline.strategies.attending import Attending
 from paceline.strategies.averaging import Averaging, make_average
 from paceline.strategies.hosting import Guests, make_guests
 from paceline.strategies.outer import Make, Outer, make_outer
+from paceline.strategies.plan import Plan
 from paceline.strategies.reducers import Auto, LowRank, Method
 from paceline.strategies.replicas import make_equal, names_of
-from paceline.strategies.rounds import Plan, Rounds, refuse_threads
+from paceline.strategies.round_state import RoundState
+from paceline.strategies.rounds import Rounds, refuse_threads
 from paceline.strategies.schedule import Every, Overlap, make_every, make_overlap
 from paceline.strategies.sites import Sites, inner_words, make_inner
 from paceline.strategies.strategy import World
@@ -61,6 +64,9 @@ class Local:
         warmup: so many first steps are taken together, by all-reduce.
         inner: "allreduce", or an `AllReduce`: members of one site (a host, or those that have the same label site-NAME)
             take their steps together; "none": every member takes its own.
+        quorum: with -n MIN:MAX, once so many members are at a round, the others have `grace_s` to come; who does not is
+            left out of it, trains on, and brings what it has learnt to the next. 0: all are waited for.
+        grace_s: seconds.
         guests: at most so many at a time may call, and 0: none; or "guests(8, at='10.0.0.1:7000')"
             (`paceline.strategies.hosting`).
     """
@@ -77,8 +83,14 @@ class Local:
         overlap: Overlap | int | str = 0,
         warmup: int = 0,
         inner: AllReduce | str | None = "none",
+        quorum: int = 0,
+        grace_s: float = 10.0,
         guests: Guests | int | str = 0,
     ) -> None:
+        if not whole(quorum) or quorum < 0:
+            raise ConfigError(f"quorum={quorum!r}: a whole number of members is needed, such as 3, or 0 for all")
+        if not finite(grace_s) or grace_s < 0:
+            raise ConfigError(f"grace_s={grace_s!r}: seconds are needed, such as 10")
         if not whole(warmup) or warmup < 0:
             raise ConfigError(f"warmup={warmup!r}: a whole number of steps is needed, such as 1000, or 0")
         self.plan = Plan(
@@ -87,6 +99,8 @@ class Local:
             average=make_average(average),
             overlap=make_overlap(overlap),
             method=Method(),
+            quorum=quorum,
+            grace_s=float(grace_s),
             guests=make_guests(guests),
         )
         self.plan.overlap.check(self.plan.every)
@@ -100,6 +114,9 @@ class Local:
         self._steps = 0  # until they do
         self._world: World | None = None
         self._rounds: Rounds | None = None
+        self._state: RoundState | None = None
+        self._attending: Attending | None = None  # where members come and go
+        self._shown = False  # models hold what the run has agreed on
         self._models: list[torch.nn.Module] = []  # each once
         self._pairs: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
         self._owned: set[int] = set()  # ids of parameters
@@ -152,7 +169,10 @@ class Local:
                     )
             self._sites = Sites(world) if self._inner else None
             self._rounds = Rounds(self.plan, world, self._sites)
+            self._state = RoundState(self._rounds)
             self._say_of_sites(world)
+            if world.elastic:
+                self._attending = Attending(self._rounds, world)
         new = not any(m is model for m in self._models)
         if self._warm:
             self._warm.attach(model, optimizer, world)
@@ -198,25 +218,29 @@ class Local:
                 self._waited_s = self._sites.inside.waited
                 world.sent_bytes = rounds.sent_bytes
             rounds.stepped()
+            if self.due:
+                self.attend(between=False)
             return
         self._steps += 1
         if self._steps >= self.warmup:
             self._part(rounds)
 
     def together(self, *, keep: bool = False, end: bool = False) -> None:
-        if self._rounds and not self._warm:
+        if self._rounds and not self._warm and not self._rounds.elastic:
             self._rounds.together(end=end)
 
     @contextmanager
     def showing(self) -> Iterator[None]:
-        rounds = None if self._warm else self._rounds
+        rounds = None if self._warm or self._shown else self._rounds
         if rounds:
             rounds.show()
+            self._shown = True
         try:
             yield
         finally:
             if rounds:
                 rounds.hide()
+                self._shown = False
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         if self._sums:
@@ -233,14 +257,63 @@ class Local:
         pass  # it never rests
 
     def regroup(self) -> None:
-        raise ConfigError("members that train apart cannot come and go yet: start them with -n N")
+        if self._rounds:
+            self._rounds.unform()
+
+    # ---- where members come and go
+
+    def attend(self, *, between: bool = True) -> None:
+        """Hold a round, or have its outcome from others who did; see `attending`."""
+        assert self._attending is not None
+        self._attending.attend(between=between)
+
+    def work(self) -> dict[str, Any]:
+        """What this member has learnt since the last round that it was in."""
+        rounds = self._now[1]
+        assert self._state is not None
+        if self._shown:
+            rounds.hide()
+        work = self._state.work()
+        if self._shown:
+            rounds.show()
+        return work
+
+    def take_over(self, work: Mapping[str, Any] | None, *, included: bool) -> None:
+        """Go on from what was loaded, which others have agreed on: with this member's part in it, or without."""
+        assert self._state is not None
+        assert self._attending is not None
+        self._state.take_over(work)
+        self._attending.end(counted=included)
+        if self._shown:
+            self._now[1].show()
+
+    def take_own(self, states: Sequence[dict[str, Any]]) -> None:
+        """As `load_own_state`, after others' state was taken over."""
+        assert self._state is not None
+        self._state.load_own([state["rounds"] for state in states if state.get("rounds")])
+
+    @property
+    def due(self) -> bool:
+        """Whether this member has taken the steps of a round."""
+        return bool(self._attending and self._attending.due)
+
+    @property
+    def rounds(self) -> int:
+        """So many were held, or came to nothing but a meeting."""
+        return self._rounds.commits if self._rounds else 0
+
+    def refuse_elastic(self, least: int, most: int) -> None:
+        """Say what of this is not for members that come and go, as few and as many as these."""
+        self.plan.refuse_elastic(least, most, warmup=self.warmup, inner=self._inner_words)
+
+    # ---- state
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "steps": self._steps,
             "warm": self._warm.state_dict() if self._warm else {},
             "inner": self._inner.state_dict() if self._inner else {},
-            "rounds": self._rounds.common() if self._rounds else {},
+            "rounds": self._state.common() if self._state else {},
             "guests": self._rounds.hosting.state() if self._rounds and self._rounds.hosting else {},
         }
 
@@ -251,20 +324,20 @@ class Local:
             self._warm.load_state_dict(state["warm"])
         if self._inner and state.get("inner"):
             self._inner.load_state_dict(state["inner"])
-        if self._rounds:
-            self._rounds.load_common(state.get("rounds", {}))
-            if self._rounds.hosting:
-                self._rounds.hosting.load(state.get("guests", {}))
+        if self._state:
+            self._state.load_common(state.get("rounds", {}))
+        if self._rounds and self._rounds.hosting:
+            self._rounds.hosting.load(state.get("guests", {}))
 
     def own_state(self) -> dict[str, Any]:
         return {
             "warm": self._warm.own_state() if self._warm else {},
             "inner": self._inner.own_state() if self._inner else {},
-            "rounds": self._rounds.state() if self._rounds else {},
+            "rounds": self._state.own() if self._state else {},
         }
 
     def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
-        if self._rounds is None:
+        if self._rounds is None or self._state is None:
             return
         if self._warm and self._steps >= self.warmup:
             self._part(self._rounds)
@@ -272,7 +345,7 @@ class Local:
             self._warm.load_own_state([state["warm"] for state in states if state.get("warm")])
         if self._inner and not self._warm:
             self._inner.load_own_state([state["inner"] for state in states if state.get("inner")])
-        self._rounds.load([state["rounds"] for state in states if state.get("rounds")])
+        self._state.load([state["rounds"] for state in states if state.get("rounds")])
 
     def readings(self) -> dict[str, Any]:
         rounds = self._rounds

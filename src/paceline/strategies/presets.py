@@ -13,14 +13,18 @@ from paceline.strategies.schedule import Every, Overlap
 
 
 def Average(  # noqa: N802
-    every: Every | int | str = 500, average: Averaging | str = "mean", guests: Guests | int | str = 0
+    every: Every | int | str = 500,
+    average: Averaging | str = "mean",
+    quorum: int = 0,
+    grace_s: float = 10.0,
+    guests: Guests | int | str = 0,
 ) -> Local:
     """Periodic parameter averaging: every so many steps, weights become the members' average.
 
     >>> Average(every=200, average="median").options["average"]
     'median'
     """
-    return Local(every=every, average=average, guests=guests)
+    return Local(every=every, average=average, quorum=quorum, grace_s=grace_s, guests=guests)
 
 
 def PostLocal(  # noqa: N802
@@ -42,10 +46,23 @@ def DiLoCo(  # noqa: N802
     overlap: Overlap | int | str = 0,
     warmup: int = 0,
     inner: AllReduce | str | None = "none",
+    quorum: int = 0,
+    grace_s: float = 10.0,
     guests: Guests | int | str = 0,
 ) -> Local:
     """Many local steps, commonly of AdamW, and Nesterov's momentum (rate 0.7, momentum 0.9) at each round."""
-    return Local(every, outer, average, codec, overlap, warmup, inner, guests)
+    return Local(
+        every=every,
+        outer=outer,
+        average=average,
+        codec=codec,
+        overlap=overlap,
+        warmup=warmup,
+        inner=inner,
+        quorum=quorum,
+        grace_s=grace_s,
+        guests=guests,
+    )
 
 
 def SparseLoCo(  # noqa: N802
@@ -55,9 +72,21 @@ def SparseLoCo(  # noqa: N802
     overlap: Overlap | int | str = 0,
     warmup: int = 0,
     inner: AllReduce | str | None = "none",
+    quorum: int = 0,
+    grace_s: float = 10.0,
     guests: Guests | int | str = 0,
 ) -> Local:
     """Of each 4096 differences the 64 largest travel, in two bits; what is unsaid decays, and takes the place of an
     outer momentum."""
     codec = f"topk({density}, values=2bit), decay=0.95"
-    return Local(every, "none", average, codec, overlap, warmup, inner, guests)
+    return Local(
+        every=every,
+        average=average,
+        codec=codec,
+        overlap=overlap,
+        warmup=warmup,
+        inner=inner,
+        quorum=quorum,
+        grace_s=grace_s,
+        guests=guests,
+    )

@@ -5,55 +5,30 @@
 
 Everything here runs in the training thread but `_carry`, which is the exchange's. One exchange is under way at a time.
 `Place` says where in its round a member is; with the anchors, the outer optimizer, what codecs have left unsaid and
-this member's own weights, buffers and optimizers it is all there is to save.
+this member's own weights, buffers and optimizers it is all there is to save (`round_state`). Where members come and go,
+`attending` says when a round is held.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.strategies.anchors import SKETCH, Anchors
-from paceline.strategies.averaging import Averaging, Seen
+from paceline.strategies.averaging import Seen
 from paceline.strategies.exchange import MEET, Alone, Exchange, Heard, Meeting, Note, Outcome
-from paceline.strategies.hosting import Guests, make_hosting, share_of
+from paceline.strategies.hosting import make_hosting, share_of
 from paceline.strategies.movers import Movers
-from paceline.strategies.outer import Outer
-from paceline.strategies.reducers import Coder, Method, load
-from paceline.strategies.schedule import Every, Overlap, Place
+from paceline.strategies.plan import Plan
+from paceline.strategies.reducers import Coder, load
+from paceline.strategies.schedule import Place
 from paceline.strategies.sites import Sites
 from paceline.strategies.strategy import World
-from paceline.strategies.unsaid import handed_on, tell_lost
 from paceline.transport.group import Group
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What the user has asked for."""
-
-    every: Every
-    outer: Outer
-    average: Averaging
-    overlap: Overlap
-    method: Method
-    feedback: bool | None = None
-    decay: float = 1.0
-    guests: Guests
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """In words, as a user would give them."""
-        codec = self.method.words
-        codec += f", feedback={self.feedback}" if self.feedback is not None else ""
-        codec += f", decay={self.decay}" if self.decay != 1.0 else ""
-        words = {name: getattr(self, name).words for name in ("every", "outer", "average", "overlap", "guests")}
-        return {**words, "codec": codec}
 
 
 class Rounds:
@@ -67,36 +42,60 @@ class Rounds:
         self.movers = Movers()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.count = 0
+        self.commits = 0  # of those, and of times that members only met, where they come and go
         self.length = plan.every.least  # of the round under way
         self.hosting = make_hosting(plan.guests, world, plan.average)
         self.drift = 0.0  # of members from their mean in the last round, by the norm of the weights
-        self._plan, self._world, self._cuts = plan, world, plan.overlap.cuts
-        self._place = Place()
-        self._drawn = [0.0] * self._cuts  # samples, when each fragment was sent
-        self._spread = self._size = 0.0  # squares, of the fragments of this round so far
+        self.plan, self.world, self.cuts = plan, world, plan.overlap.cuts
+        self.place = Place()
+        self.drawn = [0.0] * self.cuts  # samples, when each fragment was sent
+        self.spread = self.size = 0.0  # squares, of the fragments of this round so far
         self._under = False  # an exchange is
-        self._saved: dict[str, Any] = {}  # by all alike, until models and optimizers are loaded
-        self._sites = sites
+        self._sent_before = 0  # bytes, with groups that are gone
+        self._told_bytes = 0  # to the world
+        self.sites = sites
         self._group: Group | None = None  # for our exchanges alone; None: there is one member, or one site
         self._meeting: Meeting = Alone(plan.average)
+        self.formed = False  # with the group that the world has now
         size = sites.count if sites else world.group.size
-        plan.average.check(size)
-        if size > 1:
+        if not world.elastic:
+            plan.average.check(size)
+            self.form()
+            if size == 1 and plan.method.codec:
+                one = "site" if sites and world.group.size > 1 else "member"
+                world.tell(f"codec {plan.method.words} has no effect: this run has one {one}")
+        self.heard = Heard(plan.average.hears, self.cuts) if plan.average.hears else None
+        if self.heard:
+            world.listen = self.heard
+
+    def form(self) -> None:
+        """Exchange with the group that the world has now; by all of its members together."""
+        world, average = self.world, self.plan.average
+        if (self.sites.count if self.sites else world.group.size) > 1:
             self._group = world.group.subgroup(range(world.group.size))
             assert self._group is not None
             self._group.barrier()  # what it stands on is made here, not in the thread of the exchange
             self._group.all_gather(torch.zeros(1))
-            self._meeting = Exchange(self._group, plan.average, self._carry)
-        elif plan.method.codec:
-            one = "site" if sites and world.group.size > 1 else "member"
-            world.tell(f"codec {plan.method.words} has no effect: this run has one {one}")
-        self._heard = Heard(plan.average.hears, self._cuts) if plan.average.hears else None
-        if self._heard:
-            world.listen = self._heard
+            self._meeting = Exchange(self._group, average, self._carry, uneven=world.elastic)
+        for part in self.parts:
+            part.lay_out(self._group)
+        self.formed = True
+
+    def unform(self) -> None:
+        """The world has another group."""
+        self._meeting.close()
+        for part in self.parts:
+            part.let_go()
+        self._sent_before = self.sent_bytes
+        self._group, self._meeting, self.formed, self._under = None, Alone(self.plan.average), False, False
 
     @property
     def _held(self) -> list[Anchors | Movers]:
         return [*self.parts, self.movers]
+
+    @property
+    def elastic(self) -> bool:
+        return self.world.elastic
 
     @property
     def alone(self) -> bool:
@@ -104,12 +103,13 @@ class Rounds:
 
     @property
     def sent_bytes(self) -> int:
-        return (self._group.sent_bytes if self._group else 0) + (self._sites.sent_bytes if self._sites else 0)
+        sent = self._sent_before + (self._group.sent_bytes if self._group else 0)
+        return sent + (self.sites.sent_bytes if self.sites else 0)
 
     @property
     def idle(self) -> bool:
         """One member that takes the average as it is trains plainly."""
-        return self.alone and self._plan.outer.plain and not self.hosting
+        return self.alone and self.plan.outer.plain and not self.world.elastic and not self.hosting
 
     def adopt(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         """Parameters that are equal on all members."""
@@ -117,17 +117,19 @@ class Rounds:
         if not named or self.idle:
             return
         if self._under:
-            self._collect()  # of those that were there when it was sent
-        plan, coder = self._plan, None
-        sites = self._sites if self._group else None
+            self.collect()  # of those that were there when it was sent
+        plan, coder = self.plan, None
+        if self.world.elastic and self.formed:
+            self.unform()  # there is room for them in the next round
+        sites = self.sites if self._group else None
         group = sites.leaders if sites else self._group
-        if group and (plan.method.codec or plan.average.combine):
+        if (group or self.world.elastic) and (plan.method.codec or plan.average.combine):
             for device in {p.device for _, p in named}:
                 load(plan.method, device)
-            seed, combine = self._world.seed * 1009 + len(self.parts), plan.average.combine
-            coder = Coder(plan.method, feedback=plan.feedback, seed=seed, tell=self._world.tell, combine=combine)
+            seed, combine = self.world.seed * 1009 + len(self.parts), plan.average.combine
+            coder = Coder(plan.method, feedback=plan.feedback, seed=seed, tell=self.world.tell, combine=combine)
         near = sites.near if sites else None
-        self.parts.append(Anchors(named, plan.outer, self._cuts, group, coder, plan.decay, near))
+        self.parts.append(Anchors(named, plan.outer, self.cuts, group, coder, plan.decay, near))
         if self.hosting:
             self.hosting.adopt(self.parts[-1])
 
@@ -135,7 +137,7 @@ class Rounds:
         """All members are equal: rounds begin now."""
         for part in self._held:
             part.reset()
-        for fragment in range(self._cuts):
+        for fragment in range(self.cuts):
             self._seen_from_now(fragment)
 
     # ---- while training
@@ -144,19 +146,21 @@ class Rounds:
         """This member has taken a step."""
         if self.idle:
             return
-        place = self._place
+        place = self.place
         place.since += 1
         place.moved += 1
+        if self.world.elastic:  # see `attending`
+            return
         if place.arriving >= 0:
             place.left -= 1
             if place.left <= 0:
-                self._mix()
+                self.mix()
         if place.since >= self._sent_at(place.next):
-            place.arriving, place.left = place.next, self._plan.overlap.steps
-            self._begin(self._note(place.next))
-            self._advance(place.next)
+            place.arriving, place.left = place.next, self.plan.overlap.steps
+            self.begin(self.note(place.next))
+            self.advance(place.next)
             if not place.left:
-                self._mix()
+                self.mix()
         if self.hosting:
             self.hosting.look(self.count)
 
@@ -164,26 +168,26 @@ class Rounds:
         """Wait for all; at the end, close the round."""
         if self.idle:
             return
-        place = self._place
+        place = self.place
         while True:
             if self._under:
-                self._collect()  # anchors are the same everywhere then; weights follow when it is time
-            self._begin(self._note(place.next)._replace(fragment=MEET))
-            outcome = self._collect()
+                self.collect()  # anchors are the same everywhere then; weights follow when it is time
+            self.begin(self.note(place.next)._replace(fragment=MEET))
+            outcome = self.collect()
             if outcome.fragment == MEET:
                 break
-            self._mix()  # what came before
+            self.mix()  # what came before
             place.arriving = outcome.fragment
-            self._mix()
-            self._advance(outcome.fragment)
+            self.mix()
+            self.advance(outcome.fragment)
         if end and any(note.steps or note.squares for note in outcome.notes):
             schedule = (self.length, self.drift)  # which a round that is cut short tells nothing of
-            for fragment in range(self._cuts):
-                self._mix()
+            for fragment in range(self.cuts):
+                self.mix()
                 place.arriving = fragment
-                self._begin(self._note(fragment))
-                self._advance(fragment)
-                self._mix(1.0)
+                self.begin(self.note(fragment))
+                self.advance(fragment)
+                self.mix(1.0)
             place.moved = 0
             self.length, self.drift = schedule
 
@@ -205,37 +209,37 @@ class Rounds:
 
     def _sent_at(self, fragment: int) -> int:
         """Steps into the round."""
-        return self.length * (fragment + 1) // self._cuts
+        return self.length * (fragment + 1) // self.cuts
 
-    def _advance(self, fragment: int) -> None:
+    def advance(self, fragment: int) -> None:
         """A fragment was sent."""
-        place, last = self._place, fragment == self._cuts - 1
+        place, last = self.place, fragment == self.cuts - 1
         place.next = 0 if last else fragment + 1
         place.since = 0 if last else self._sent_at(fragment)
         self._seen_from_now(fragment)
 
     def _seen_from_now(self, fragment: int) -> None:
-        self._drawn[fragment] = self._world.tally.drawn
-        if self._heard:
-            self._heard.sent(fragment)
+        self.drawn[fragment] = self.world.tally.drawn
+        if self.heard:
+            self.heard.sent(fragment)
 
-    def _note(self, fragment: int) -> Note:
+    def note(self, fragment: int) -> Note:
         """Put what this member has learnt into the buckets, and what it has to say of it."""
-        world = self._world
+        world = self.world
         squares = sum(part.differ(fragment) for part in self.parts)
         sketch = sum((part.sketch(fragment) for part in self.parts), torch.zeros(SKETCH, dtype=torch.float64))
-        changed = self.movers.note() if fragment == self._cuts - 1 else [False] * len(self.movers.now)
-        total, count = self._heard.since(fragment) if self._heard else (0.0, 0)
+        changed = self.movers.note() if fragment == self.cuts - 1 else [False] * len(self.movers.now)
+        total, count = self.heard.since(fragment) if self.heard else (0.0, 0)
         seen = Seen(
             sound=math.isfinite(squares),
-            samples=world.tally.drawn - self._drawn[fragment],
+            samples=world.tally.drawn - self.drawn[fragment],
             tokens=total,
             loss=total / count if count else math.nan,
         )
         return Note(
             fragment=fragment,
             seen=seen,
-            steps=self._place.moved,
+            steps=self.place.moved,
             squares=squares,
             sketch=tuple(sketch.tolist()),
             wish=world.wish,
@@ -245,31 +249,31 @@ class Rounds:
             guests=self.hosting.close_round(squares) if self.hosting else (0.0, 0.0),
         )
 
-    def _begin(self, note: Note) -> None:
+    def begin(self, note: Note) -> None:
         self._under = True
         self._meeting.begin(note)
 
     def _carry(self, outcome: Outcome) -> None:
         """In the thread of the exchange."""
         assert self._group is not None
-        sites, weights = self._sites, outcome.weights
+        sites, weights = self.sites, outcome.weights
         try:
             if sites:
                 weights = sites.fold(weights)
-            share = share_of(outcome.notes, self._plan.average.words == "tokens")
+            share = share_of(outcome.notes, self.plan.average.words == "tokens")
             for i, part in enumerate(self.parts):
                 add = self.hosting.add(i, share) if self.hosting and share else None
                 part.carry(outcome.fragment, weights[self._group.rank] * (1 - share), add)
-            self.movers.carry(self._group, outcome.changed, weights, self._plan.average.combine)
+            self.movers.carry(self._group, outcome.changed, weights, self.plan.average.combine)
         except Interrupted as error:
             for group in (sites.leaders, sites.near) if sites else ():
                 if group:
                     group.abort(error)
             raise
 
-    def _collect(self) -> Outcome:
+    def collect(self) -> Outcome:
         """Wait for what is under way, and move the anchors."""
-        world, began = self._world, time.monotonic()
+        world, began = self.world, time.monotonic()
         self._under = False
         try:
             outcome = self._meeting.end()
@@ -282,135 +286,71 @@ class Rounds:
             raise late from None
         finally:
             world.waited_s += time.monotonic() - began
-        world.sent_bytes = self.sent_bytes
-        if outcome.fragment != MEET:
+        world.sent_bytes += self.sent_bytes - self._told_bytes
+        self._told_bytes = self.sent_bytes
+        if outcome.fragment != MEET and not outcome.waits and not (outcome.empty and world.elastic):
             self._take_in(outcome)
         if self.hosting:
             self.hosting.settle(self.count, outcome.notes if outcome.fragment != MEET else None)
         return outcome
 
     def _take_in(self, outcome: Outcome) -> None:
-        world, fragment, notes = self._world, outcome.fragment, outcome.notes
-        last = fragment == self._cuts - 1
+        world, fragment, notes = self.world, outcome.fragment, outcome.notes
+        last = fragment == self.cuts - 1
         if self.alone and last:
             self.movers.alone()
-        if self.alone and self.hosting and (share := share_of(notes, self._plan.average.words == "tokens")):
+        if self.alone and self.hosting and (share := share_of(notes, self.plan.average.words == "tokens")):
             for i, part in enumerate(self.parts):
                 part.blend(1 - share, self.hosting.add(i, share))
         for part in self.parts:
-            self._size += part.apply(fragment)
-        self._spread += outcome.spread
+            self.size += part.apply(fragment)
+        self.spread += outcome.spread
         # A checkpoint is taken before everyone's next batch, which has to be the same one.
-        if all(note.fragment != MEET and note.turn == notes[0].turn for note in notes):
+        # Where members come and go, a round is where everything is the same anyway; at the end of an epoch one follows.
+        same = all(note.fragment != MEET and note.turn == notes[0].turn for note in notes)
+        if not all(note.stand.out for note in notes) if world.elastic else same:
             world.granted = world.granted or (len(notes) == world.group.size and any(note.wish for note in notes))
         world.paces = [] if self.alone else [number for note in notes for number in note.pace]
         if last:
             self.movers.apply()
             self.count += 1
-            self.drift = math.sqrt(self._spread / self._size) if self._size else 0.0
-            self._spread = self._size = 0.0
-            self.length = self._plan.every.next(self.length, self.drift)
+            drift = math.sqrt(self.spread / self.size) if self.size else 0.0
+            self.drift = self.drift if outcome.short else drift
+            self.spread = self.size = 0.0
+            if not outcome.short:
+                self.length = self.plan.every.next(self.length, self.drift)
         if bad := [rank for rank, note in enumerate(notes) if not note.seen.sound]:
             self._heal(bad)
 
     def _heal(self, bad: list[int]) -> None:
         """A member that was left out takes over all of what the others have, and begins anew."""
         told = f"weights of member {', '.join(map(str, bad))} have become infinite or nan since the last round"
-        if self._world.check_finite:
+        if self.world.check_finite:
             raise PacelineError(f"{told}: lower the learning rate, clip, or look at its data")
-        self._world.tell(f"{told}: they are left out, and it goes on with those of the others")
-        if self._world.group.rank in bad:
+        self.world.tell(f"{told}: they are left out, and it goes on with those of the others")
+        if self.world.group.rank in bad:
             for part in self.parts:
-                for fragment in range(self._cuts):
+                for fragment in range(self.cuts):
                     part.mix(fragment, 1.0)
             self.movers.mix(1.0)
             for optimizer in self.optimizers:
                 optimizer.state.clear()
 
-    def _mix(self, merge: float | None = None) -> None:
+    def mix(self, merge: float | None = None) -> None:
         """Weights go on from what was agreed, if something was."""
         if self._under:
-            self._collect()
-        place, overlap = self._place, self._plan.overlap
+            self.collect()
+        place, overlap = self.place, self.plan.overlap
         if place.arriving < 0:
             return
         if merge is None:
             merge = overlap.merge if overlap.steps else 1.0
         for part in self.parts:
             part.mix(place.arriving, merge)
-        if place.arriving == self._cuts - 1:
+        if place.arriving == self.cuts - 1:
             self.movers.mix(merge)
         place.arriving = -1
-        place.moved = 0 if self._cuts == 1 and merge == 1.0 else place.moved
-
-    # ---- state: what all members have alike, and this member's own
-
-    def common(self) -> dict[str, Any]:
-        return {
-            "schedule": [str(self._plan.every.words), self._cuts],
-            "round": [self.count, self.length, self.drift, self._spread, self._size],
-            "place": list(astuple(self._place)),
-            "parts": [part.common() for part in self.parts],
-        }
-
-    def load_common(self, state: Mapping[str, Any]) -> None:
-        """Models and optimizers are loaded later: see `load`."""
-        self._saved = dict(state)
-
-    def state(self) -> dict[str, Any]:
-        """The first member's optimizers are the run's, and saved as such."""
-        first = self._world.group.rank == 0
-        return {
-            "place": list(astuple(self._place)),
-            "weights": [part.weights() for part in self.parts],
-            "buffers": self.movers.state(),
-            "optimizers": [] if first else [optimizer.state_dict()["state"] for optimizer in self.optimizers],
-            "coders": [part.coder.state() for part in self.parts if part.coder],
-            "seen": [self._world.tally.drawn - drawn for drawn in self._drawn],
-            "heard": self._heard.state() if self._heard else [],
-        }
-
-    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Models hold what was agreed on: go on from there, as the member that this one was, if it was one."""
-        saved, self._saved = self._saved, {}
-        self.reset()
-        for part, common in zip(self.parts, saved.get("parts", [])):
-            if told := part.load_common(common):
-                self._world.tell(told)
-        self._load_unsaid(states)
-        goes_on = saved.get("schedule") == [str(self._plan.every.words), self._cuts]
-        if goes_on:
-            self.count, self.length, self.drift, self._spread, self._size = saved["round"]
-        if any(weights for state in states[1:] for weights in state["weights"]):
-            self._world.tell("what members that are gone had learnt since the last round is left out")
-        if self.idle:
-            return
-        if not states:  # a member that the saved run did not have: it begins where the first one is
-            first = Place(*saved["place"]) if goes_on else Place()
-            self._place = Place(since=first.since, next=first.next)
-            return
-        mine = states[0]
-        self._place = Place(*mine["place"]) if goes_on else Place(moved=mine["place"][-1])
-        for part, weights in zip(self.parts, mine["weights"]):
-            part.load_weights(weights)
-        self.movers.load(mine["buffers"])
-        for optimizer, state in zip(self.optimizers, mine["optimizers"]):
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        if goes_on:
-            self._drawn = [self._world.tally.drawn - seen for seen in mine["seen"]]
-            if self._heard:
-                self._heard.load(mine["heard"])
-
-    def _load_unsaid(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """By all members: those for whom another one encodes now hand it on."""
-        coders = [part.coder for part in self.parts if part.coder]
-        kept = [state["coders"] for state in states if state["coders"]]
-        if self.alone or not (self._plan.method.codec or self._plan.average.combine):
-            tell_lost(kept, self._world)
-        elif not self._plan.average.combine:
-            kept = handed_on(kept, self._world.group, self._sites.speakers if self._sites else None)
-        for i, coder in enumerate(coders):
-            coder.load([each[i] for each in kept if len(each) > i])
+        place.moved = 0 if self.cuts == 1 and merge == 1.0 else place.moved
 
 
 def refuse_threads(rounds: Rounds | None) -> None:

@@ -7,8 +7,8 @@
                        and take over the first one's buffers
 
 One strategy, three gates (`server.gates`). The optimizer's state lives with the parameters; for a checkpoint the first
-member fetches it into the user's own optimizer, from which it goes back when a run is resumed, on any number of
-servers. In a run of one there are no servers, and the optimizer steps as it always did.
+member fetches it (`fetched`), and it goes back when a run is resumed, on any number of servers. In a run of one there
+are no servers, and the optimizer steps as it always did.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paceline.core.errors import ConfigError
 from paceline.server.client import Client
 from paceline.server.connection import connect, pair
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
-from paceline.server.kept import MARK
 from paceline.server.messages import Rule
 from paceline.server.placement import Tensor
 from paceline.server.pushes import readings_of
 from paceline.server.rounds import agree
 from paceline.server.service import Service
 from paceline.staleness import Correction, make_corrections
-from paceline.strategies.front import Front
+from paceline.strategies.fetched import Fetched
+from paceline.strategies.front import Front, front_of
 from paceline.strategies.held import Held
 from paceline.strategies.options import optimizer_name, options_of
 from paceline.strategies.replicas import make_equal, names_of
@@ -71,8 +71,7 @@ class Served:
         self._pushed = 0.0  # samples of which servers have been told
         self._rests = False  # the servers have been told that nobody is to wait for this member
         self._behind = False  # it has come late, and its weights are of then
-        self._fetched: list[torch.optim.Optimizer] = []  # whose state is here, for a checkpoint
-        self._kept: list[dict[str, dict[str, Any]]] = []  # by table and parameter: what corrections keep of it
+        self._fetched = Fetched()  # of the servers' state, for a checkpoint
 
     # ---- the contract
 
@@ -127,7 +126,7 @@ class Served:
         """Push what `p.grad` holds, and install the next weights."""
         world, held = self._world, self._tables[id(optimizer)]
         assert world is not None
-        self._forget_state()
+        self._fetched.forget()
         options = options_of(optimizer)
         leases = world.passing.leases if world.passing else world.leases()
         samples, self._pushed = world.tally.drawn - self._pushed, world.tally.drawn
@@ -165,7 +164,7 @@ class Served:
         for model in self._models:
             make_equal(world.group, {}, dict(model.named_buffers()))
         if keep and world.group.rank == 0:
-            self._fetch_state()
+            self._fetched.fetch(self._all())
         world.group.barrier()  # nobody pushes before all have pulled
 
     def rest(self) -> None:
@@ -233,12 +232,12 @@ class Served:
 
     def state_dict(self) -> dict[str, Any]:
         correct = self._correct.words if self._correct else ""
-        return {"gate": self.gate.words, "correct": correct, "corrections": self._kept}
+        return {"gate": self.gate.words, "correct": correct, "corrections": self._fetched.kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Another gate than before is the user's right, and so are other corrections, which begin anew."""
         words, before = self._correct.words if self._correct else "", state.get("correct", "")
-        self._kept = state.get("corrections", []) if words == before else []
+        self._fetched.kept = state.get("corrections", []) if words == before else []
         if words != before and before and self._world:
             self._world.tell(f"what {before} has learnt is left out: this run corrects by {words or 'nothing'}")
 
@@ -250,23 +249,9 @@ class Served:
         """A run was resumed, and models and optimizers are as they were saved: so shall the servers be."""
         world = self._world
         if world is None:
-            self._kept = []
+            self._fetched.kept = []
             return
-        for i, each in enumerate(self._all()):
-            if each.table and world.group.rank == 0:
-                each.table.store()
-                kept = self._kept[i] if i < len(self._kept) else {}
-                each.table.store_state(
-                    [
-                        each.optimizer.state.get(p, {}) | kept.get(name, {})
-                        for p, name in zip(each.parameters, each.table.names)
-                    ]
-                )
-            each.optimizer.state.clear()
-            for state in states:
-                if each.table and len(state.get("unsaid", ())) > i:
-                    each.table.add_unsaid(state["unsaid"][i])
-        self._kept = []
+        self._fetched.store(self._all(), states, first=world.group.rank == 0)
         world.group.barrier()
         for each in self._all():
             each.pull()
@@ -313,10 +298,7 @@ class Served:
         self._met = True
         workers = list(group.ranks)
         if self._per_host:
-            hosts = [[r for r in host if r in group.ranks] for host in wires.view.hosts()]
-            fronts = [group.subgroup([group.ranks.index(r) for r in host]) for host in hosts if host]
-            self._front = next(Front(front) for front in fronts if front)
-            workers = [host[0] for host in hosts if host]
+            self._front, workers = front_of(group, wires.view)
         self._num_workers = len(workers)
         self._check(self.gate, world)
         servers = list(world.servers) or workers
@@ -378,25 +360,6 @@ class Served:
 
     def _all(self) -> list[Held]:
         return [each for held in self._tables.values() for each in held]
-
-    def _fetch_state(self) -> None:
-        self._forget_state()
-        for each in self._all():
-            states = each.table.state() if each.table else []
-            for p, state in zip(each.parameters, states):
-                if own := {key: value for key, value in state.items() if not key.startswith(MARK)}:
-                    each.optimizer.state[p] = own
-            self._fetched.append(each.optimizer)
-            names = each.table.names if each.table else []
-            self._kept.append(
-                {n: {k: v for k, v in state.items() if k.startswith(MARK)} for n, state in zip(names, states)}
-            )
-
-    def _forget_state(self) -> None:
-        for optimizer in self._fetched:
-            optimizer.state.clear()
-        self._fetched.clear()
-        self._kept = []
 
 
 class Sync(Served):

@@ -27,6 +27,8 @@ class Tally:
     def __init__(self) -> None:
         self.drawn = 0.0
         self.nominal = 0.0
+        self.pending = 0.0  # of them, those that no step has taken yet
+        self._kept = 0.0  # of these, those that are not drawn again where a step is dropped
         self.weight = 1.0  # of the batch drawn last
         self.idle = False  # this member takes part, but nothing of what it draws counts
         self.listeners: list[Callable[[float], None]] = []  # told when it changes
@@ -37,9 +39,20 @@ class Tally:
     def add(self, drawn: int, nominal: int) -> None:
         drawn = 0 if self.idle else drawn
         self.drawn += drawn
+        self.pending += drawn
         self.nominal += nominal
         self._since.add(drawn / nominal)
         self._weigh(drawn / nominal)
+
+    def commit(self, taken: float = 0.0) -> None:
+        """A step was taken, of so many samples: what was drawn stays drawn."""
+        self.pending = max(self.pending - taken, 0.0)
+        self._kept = self.pending
+
+    def drop(self) -> None:
+        """What was drawn since the last commit counts for nothing, and is drawn again."""
+        self.drawn -= self.pending - self._kept
+        self.pending = self._kept
 
     def rest(self, idle: bool) -> None:
         """From now on nothing counts that this member draws, or again all."""
@@ -82,6 +95,48 @@ class Pass(NamedTuple):
     weight: float  # of its batch
     read: Mapping[int, Sequence[int]]  # what `Strategy.reading` said when it began
     leases: Mapping[str, Sequence[int]] = {}  # see World.leases
+
+
+BEFORE, AFTER = 1, 2
+SPENT = 5  # numbers
+
+
+class Stand(NamedTuple):
+    """Where a member stands in the run, where members come and go."""
+
+    step: int = 0
+    move: int = 0  # it has heard of a view that all are to go to: BEFORE this round, or AFTER it; 0: it has not
+    out: bool = False  # it has no more batches, as the epoch is divided now
+    seat: int = -1  # its place in that division; -1: none
+    drawn: tuple[int, ...] = ()  # batches since then, of each loader
+    spent: tuple[float, ...] = (0.0,) * SPENT  # since the last round: see `paceline.train.apart`
+
+
+class Commits(Protocol):
+    """What a run does around rounds, where members that train apart come and go: see `paceline.train.apart`."""
+
+    def gather(self, count: int) -> bool:
+        """This member comes to round `count`; False: the others go on without it."""
+
+    @property
+    def short(self) -> bool:
+        """Whether there are too few members to hold a round."""
+
+    def muster(self) -> None:
+        """Wait until there are enough."""
+
+    def stand(self) -> Stand:
+        """Where this member stands."""
+
+    def go(self) -> None:
+        """All have agreed to go to another view before they hold this round."""
+
+    def mend(self, error: Interrupted) -> None:
+        """The group broke in a round: form the next one. Where others had ended the round, this member has its outcome
+        then."""
+
+    def committed(self, stands: Sequence[Stand]) -> None:
+        """A round is held: what these members have drawn counts."""
 
 
 class World:
@@ -130,6 +185,7 @@ class World:
         self.together: Callable[[Callable[[Group], Any]], Any] | None = None
         # Where members come and go (`paceline.train.team`):
         self.elastic = False
+        self.commits: Commits | None = None  # with a strategy whose members train apart
         self.mend: Callable[[Interrupted], object] = _raise  # the group broke in a pass: form the next one
         self.dropped = False  # what the loop does until it asks for its next batch counts for nothing
         self.move = False  # this member has heard of a view that all are to go to between two steps

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError
+from paceline.strategies import Local
 from paceline.testing.ledger import Begin, End, Line, Step, path
 
-_TOGETHER = ("allreduce", "sync")
+_TOGETHER = ("allreduce", "sync", "local")
 
 
 class Counted(nn.Module):
@@ -60,6 +61,10 @@ class Book:
         at.mkdir(parents=True, exist_ok=True)
         file = path(at, self.member, os.getpid())
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._apart = run._strategy if isinstance(run._strategy, Local) else None
+        self._held = -1  # rounds, where members train apart
+        self._given: list[int] = []  # since the last one
+        self._agreed = torch.zeros(0)  # counts after it
         rounds = self.together and loader.dealt
         self._write(Begin(samples=len(model.seen), epochs=epochs, together=self.together, rounds=rounds))
 
@@ -68,6 +73,11 @@ class Book:
 
         A member that was given the others' state meanwhile, and stands several steps further on, claims nothing.
         """
+        if self._apart:
+            self.look()
+            self._given += numbers.tolist() if self._loader.last_real else []
+            optimizer.step()
+            return self.look()
         epoch, before = self._run_epoch, self._committed
         seen = self._model.seen.detach().clone()
 
@@ -81,21 +91,29 @@ class Book:
             return False
         given = tuple(numbers.tolist()) if self._loader.last_real else ()
         counted, times = _counted(seen - self._model.seen.detach()) if self.together else (None, 1)
-        team = getattr(self._run, "_team", None)
-        view = team.view if team else None
-        line = Step(
-            step=self._committed,
-            epoch=epoch,
-            samples=given,
-            counted=counted,
-            times=times,
-            weights=digest(self._model),
-            view=view.number if view else 0,
-            members=tuple(member.id for member in view.members) if view else (),
-            at=time.monotonic(),
-        )
-        self._write(line)
+        line = self._line(self._committed, given, digest(self._model), epoch)
+        self._write(msgspec.structs.replace(line, counted=counted, times=times))
         return True
+
+    def look(self) -> bool:
+        """Where members train apart: write down the round that was held since the last look. Whether there was one.
+
+        Who has come, or was away, and stands several rounds further on claims nothing.
+        """
+        strategy = self._apart
+        if strategy is None or strategy.rounds == self._held:
+            return False
+        with strategy.showing():
+            agreed, weights = self._model.seen.detach().clone(), digest(self._model)
+        claims = strategy.rounds == self._held + 1 and self._held >= 0
+        if claims and not getattr(self._run._loop._replica, "brings", False):
+            touched = (agreed - self._agreed).abs() > 1e-9
+            line = self._line(strategy.rounds, tuple(self._given), weights)
+            self._write(msgspec.structs.replace(line, counted=tuple(touched.nonzero().flatten().tolist())))
+        self._held, self._agreed = strategy.rounds, agreed
+        if not getattr(self._run._loop._replica, "brings", False):  # left out of that round, it brings them later
+            self._given = []
+        return claims
 
     def end(self) -> None:
         """The run has come to its end here. In the async strategies the counts are those of the last weights."""
@@ -105,6 +123,19 @@ class Book:
             totals = tuple(int(n) for n in shares.round().tolist())
         self._write(End(weights=digest(self._model), totals=totals))
         os.close(self._file)
+
+    def _line(self, step: int, given: tuple[int, ...], weights: str, epoch: int | None = None) -> Step:
+        team = getattr(self._run, "_team", None)
+        view = team.view if team else None
+        return Step(
+            step=step,
+            epoch=self._run_epoch if epoch is None else epoch,
+            samples=given,
+            weights=weights,
+            view=view.number if view else 0,
+            members=tuple(member.id for member in view.members) if view else (),
+            at=time.monotonic(),
+        )
 
     @property
     def _committed(self) -> int:

@@ -248,6 +248,11 @@ def _one_step(step: int, held: list[Place], check: _Check) -> None:
     if twice or differ or any(len(each) > 1 for each in gave.values()):
         check.doubled += 1
         check.tell(f"step {step} was applied twice, or with different samples: {_names(held)}")
+    for view in {line.view for line in lines}:
+        given = Counter(n for (at, _), each in gave.items() if at == view for samples in each for n in set(samples))
+        if over := sorted(n for n, times in given.items() if times > 1):
+            check.doubled_samples += len(over)
+            check.tell(f"in step {step} several members gave samples {_few(over)}")
     counted = lines[0].counted
     if counted is None:
         newest = max(line.view for line in lines)

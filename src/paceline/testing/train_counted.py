@@ -56,6 +56,7 @@ def main() -> None:
             run.log(loss=loss)
             if epoch == 1:
                 wait_for(options.processes, options.ledger, deadline)
+        book.look()
     book.end()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from paceline.core.errors import ConfigError
 from paceline.data import ByFile, Loader
 from paceline.data.uploads import Uploads
@@ -17,6 +19,15 @@ def check(dataset: Any, partition: Any) -> None:
         raise ConfigError(
             f"run.loader: {what} cannot be dealt out again when members come or go: start the run with -n N, or "
             "give a dataset with a length, or a stream"
+        )
+
+
+def check_length(dataset: Any) -> None:
+    """Refuse a stream where members draw at their own pace, and each has come to another place in it."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ConfigError(
+            "run.loader: a stream cannot be dealt out again by members that train apart and come and go: give a "
+            "dataset with a length, or start the run with -n N"
         )
 
 

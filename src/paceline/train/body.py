@@ -20,6 +20,11 @@ class Body(Protocol):
     """What is to be kept the same on all members."""
 
     saving: bool  # all have agreed to save between these two steps
+    apart: bool  # members take steps of their own, and commit rounds of them
+
+    @property
+    def even(self) -> bool:
+        """Whether this member has drawn nothing since the last commit."""
 
     @property
     def step(self) -> int: ...
@@ -46,8 +51,9 @@ class Body(Protocol):
     def lend(self, pipes: list[Pipe]) -> bytes:
         """What a newcomer needs at once; the rest is sent while this member goes on."""
 
-    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None) -> None:
-        """Go on with another group, from this state or, None, from what is here."""
+    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None, *, even: bool = False) -> None:
+        """Go on with another group, from this state or, None, from what is here; `even`: nobody in it has drawn
+        anything since the last commit."""
 
     def arrive(self) -> None:
         """Wait for what is still on its way to this member."""

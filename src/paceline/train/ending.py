@@ -32,6 +32,8 @@ class Ending:
     def __init__(self, *, directory: Path, script: str, events: Events, status: Status, first: bool, host: str) -> None:
         self.script = script
         self.start: Event | None = None  # the event with which training began
+        # Where members come and go: rows of those who do not tell themselves, and how long all have trained
+        self.others: Callable[[], tuple[list[dict[str, Any]], float]] = lambda: ([], 0.0)
         self.left_early = False  # the script left its last loop over epochs before the end, but not by an exception
         self._directory = directory
         self._events = events
@@ -55,7 +57,7 @@ class Ending:
 
     def gather(self, group: Group, totals: Mapping[str, Any]) -> None:
         """All members tell the first one what they did; `totals` is this one's."""
-        mine = json.dumps({**totals, "rank": group.rank, "host": self._host}).encode()
+        mine = json.dumps({"rank": group.rank, **totals, "host": self._host}).encode()
         self._members = [json.loads(told) for told in group.exchange(mine)]
 
     def fail(self, error: BaseException) -> None:
@@ -93,12 +95,16 @@ class Ending:
         if known and known.lost:
             members = with_lost(members, known, self._directory)
             seconds = max(seconds, time.time() - known.began)  # this one may have come late
+        others, trained_s = self.others()
+        told = {member.get("rank") for member in members}
         end: Event = {
             "outcome": self._outcome,
             "step": last.get("step", 0),
             "seconds": seconds,
-            "members": members,
+            "members": [*members, *(row for row in others if row["rank"] not in told)],
         }
+        if trained_s:
+            end["trained_s"] = trained_s
         if gone := lost.read(self._directory):
             end["lost"] = [msgspec.structs.asdict(one) for one in gone]
         if self._failure:
@@ -108,12 +114,13 @@ class Ending:
             return
         from paceline.train.history import read
         from paceline.train.report import write_report
-        from paceline.train.summary import print_summary, summarise, write_summary
+        from paceline.train.shown import print_summary
+        from paceline.train.summary import summarise, write_summary
 
         summary = summarise({"kind": "end", **end}, self.start)
         try:
             history = read(self._directory)
-            summary = msgspec.structs.replace(summary, views=history.views)
+            summary = summarise({"kind": "end", **end}, self.start, history.views)
             write_summary(summary, self._directory)
             report = write_report(self._directory, history)
         except OSError as error:  # a full disk at the very end takes nothing from the training

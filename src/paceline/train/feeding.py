@@ -13,7 +13,7 @@ from paceline.data.sampler import Deal
 from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
 from paceline.server.outside.taking import Taker
-from paceline.strategies import Strategy, World
+from paceline.strategies import Local, Strategy, World
 from paceline.train import again
 from paceline.train.team import Team
 
@@ -62,6 +62,8 @@ class Feeding:
             again.check(dataset, options.get("partition"))
         if self._team:
             again.check_unbound(options)
+            if isinstance(self._strategy, Local):
+                again.check_length(dataset)
         rank, size = self._place()
         loader = Loader(
             dataset,

@@ -31,6 +31,7 @@ class _Line(msgspec.Struct):
 
     kind: Any = None
     time: Any = 0.0
+    rank: Any = None
     step: Any = 0
     samples: Any = 0
     scalars: Any = None
@@ -78,16 +79,16 @@ class Times:
 
     def __init__(self) -> None:
         self._rows = array("d")
-        self.last_time = 0.0
 
     def add(self, line: _Line) -> None:
         data, compute, wait = value(line.data_s), value(line.compute_s), value(line.wait_s)
-        self._rows.extend((value(line.samples), data, compute, wait))
+        self._rows.extend((value(line.time), value(line.samples), data, compute, wait))
 
     @property
     def rows(self) -> Floats:
         """Columns samples, data, compute, wait; what is not a number counts as none."""
-        rows = np.array(self._rows, dtype=np.float64).reshape(-1, 4)
+        rows = np.array(self._rows, dtype=np.float64).reshape(-1, 5)
+        rows = rows[np.argsort(rows[:, 0], kind="stable"), 1:]  # a member that came to lead has written two files
         return np.where(np.isfinite(rows) & (rows > 0), rows, 0.0)
 
 
@@ -100,7 +101,8 @@ class History:
         self.scalars: dict[str, Curve] = {}
         self.metrics: dict[str, Curve] = {}
         self.epochs = Curve()  # at which step each epoch began
-        self.times: dict[int, Times] = {}  # by rank
+        self.times: dict[int, Times] = {}  # by rank; in an elastic run, by the members' numbers for life
+        self.first = Times()  # of the first member, whoever that was at the time
         self.checkpoints: list[Event] = []
         self.counted = Counted()  # changes of view since the last start
         self.stragglers: list[Event] = []  # and changes of shares
@@ -133,7 +135,6 @@ _NAME = re.compile(r"rank-(\d{1,9})\.jsonl")
 
 
 def _read_file(path: Path, rank: int, history: History) -> None:
-    times = history.times.setdefault(rank, Times())
     decode_step, decode_any = msgspec.json.Decoder(_Line).decode, msgspec.json.Decoder().decode
     part_began = 0.0
     with path.open("rb") as file:
@@ -152,8 +153,10 @@ def _read_file(path: Path, rank: int, history: History) -> None:
                     continue
             kind = event.kind
             if kind == "step":
-                times.add(event)
+                who = event.rank if isinstance(event.rank, int) else rank  # who leads writes to the first file
+                history.times.setdefault(who, Times()).add(event)
                 if rank == 0:
+                    history.first.add(event)
                     _take_step(event, history)
             elif kind in ("warning", "checkpoint_failed"):
                 whole = decode_any(line)

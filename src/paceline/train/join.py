@@ -29,7 +29,7 @@ from paceline.membership.line import Line
 from paceline.membership.orders import Arrive
 from paceline.server.dealing import Dealer
 from paceline.server.outside.desk import Desk
-from paceline.strategies import AllReduce, Strategy, choose, make_strategy, words_of
+from paceline.strategies import AllReduce, Local, Strategy, choose, make_strategy, words_of
 from paceline.strategies.server import Served
 from paceline.train import pacing
 from paceline.train.ending import Ending
@@ -106,12 +106,14 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     group, dealer, team = solo(), None, None
     rate = partial(factor, agreed.lr_rule if line else "keep", most=place.size)
     if line:
-        _check_elastic(chosen, agreed)
+        _check_elastic(chosen, agreed, line.standing.least, place.size)
         status.set("waiting for the other members")
         team = Team(line, wires[0], place.rank, limit_s=agreed.wait_limit_s, status=status)
         team.meet()
         group = team.group
-    elif wires:
+    elif isinstance(chosen, Local):
+        chosen.plan.refuse_fixed()
+    if wires and not line:
         status.epoch = BEFORE if meeting.late else 0
         status.set("connecting")
         late_to = range(place.workers, place.size) if meeting.late else ()
@@ -197,9 +199,11 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     return run
 
 
-def _check_elastic(strategy: Strategy, settings: Settings) -> None:
+def _check_elastic(strategy: Strategy, settings: Settings, least: int, most: int) -> None:
     """Refuse what cannot lose a member in place yet."""
-    if not isinstance(strategy, AllReduce):
+    if isinstance(strategy, Local):
+        strategy.refuse_elastic(least, most)
+    elif not isinstance(strategy, AllReduce):
         raise ConfigError(
             f"-n MIN:MAX and a script whose strategy is {settings.strategy}: say so on the command line too, as in "
             "--strategy async, so that there are server processes, which outlive a lost worker"

@@ -10,6 +10,8 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -18,16 +20,21 @@ from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.events import Events
 from paceline.core.status import Status
 from paceline.data import Loader
-from paceline.strategies import Strategy, World
+from paceline.strategies import Local, Strategy, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
+from paceline.train.accounts import Accounts
+from paceline.train.apart import Apart
 from paceline.train.late import Late
+from paceline.train.lateness import Lateness
 from paceline.train.meter import Meter
 from paceline.train.outermost import Outermost
 from paceline.train.pacing import Pacing
+from paceline.train.place import Change
 from paceline.train.replica import Replica
 from paceline.train.saving import Saver
-from paceline.train.team import Change, Team
+from paceline.train.stragglers import Pace, heard
+from paceline.train.team import Team
 from paceline.train.window import Window
 from paceline.transport.group import Group
 from paceline.transport.hub import HubGroup
@@ -69,17 +76,26 @@ class Loop:
         self._lead = lead  # take over what the first member does besides training, or leave it to another
         self._leads = world.group.rank == 0 and not (team and team.outside)
         self._outermost = Outermost(self._warn)
-        self._replica = Replica(
-            world=world,
-            strategy=strategy,
-            saver=saver,
-            meter=meter,
-            loaders=loaders,
-            seed=seed,
-            on_group=self._regrouped,
-        )
+        self.accounts = Accounts(team.own) if team else None  # of all who come and go
+        parts: dict[str, Any] = {
+            "world": world,
+            "strategy": strategy,
+            "saver": saver,
+            "meter": meter,
+            "loaders": loaders,
+            "seed": seed,
+            "accounts": self.accounts or Accounts(0),
+            "on_group": self._regrouped,
+        }
+        self._replica: Replica | Apart
+        if team and isinstance(strategy, Local):
+            mend = partial(self._mend, linger=True)
+            self._replica = world.commits = Apart(team=team, mend=mend, **parts)
+        else:
+            self._replica = Replica(**parts)
         self._here = set(world.group.ranks)
         self._pacing = Pacing(stragglers, world=world, meter=meter, events=events, loaders=loaders, team=team)
+        self._lateness = Lateness()
         self._late: Late | None = None  # where lost workers are replaced
         if world.replaces and isinstance(world.group, HubGroup) and isinstance(strategy, Served):
             self._late = Late(world.group, saver, strategy, seed)
@@ -106,6 +122,15 @@ class Loop:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.window.open = False
+        first = optimizer is self._optimizers[0]
+        if isinstance(self._replica, Apart):
+            report = self._meter.after_step() if first else None
+            self._replica.after_step(report)
+            if report:
+                self._pacing.after_step(report)
+                self._world.wish = self._saver.due
+            self._strategy.stepped(optimizer)
+            return
         if self._world.dropped:
             self._replica.put_back()
             return
@@ -113,17 +138,30 @@ class Loop:
         if self._team:
             self._team.committed(self._meter.step + 1)
             self._replica.committed()
-        if optimizer is self._optimizers[0]:
+        if first:
+            self._count()
             self._pacing.after_step(self._meter.after_step())
             saves = self._world.granted or (self._world.group.size == 1 and self._world.wish)
             self._replica.saving = self._replica.saving or saves
             self._world.granted = False
             self._world.wish = self._saver.due
 
+    def _count(self) -> None:
+        """Whose samples this step was made of."""
+        tally, paces = self._world.tally, heard(self._world.paces)
+        if not self._team or not self.accounts:
+            tally.commit(tally.pending)
+            return
+        members = self._team.seated
+        if len(paces) != len(members):  # nothing was exchanged
+            paces = [Pace(0.0, 0.0, 0.0, samples=tally.pending)] if len(members) == 1 else []
+        self.accounts.committed(members, paces)
+        tally.commit(paces[self._world.group.rank].samples if paces else tally.pending)
+
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
         self.window.open = False
         if self._team and self.under_way and not self._loaders and optimizer is self._optimizers[0]:
-            self._boundary(self._team)  # nobody else tells where an iteration begins
+            self._between_turns(self._team, None)  # nobody else tells where an iteration begins
         self._strategy.cleared(optimizer)
 
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
@@ -140,7 +178,8 @@ class Loop:
         place: tuple[int, int, int] | None
         if self._team:
             self.warn_of_untracked()  # before others depend on this one
-            self._team.begin(self._resume_for_all)
+            if self._team.begin(self._resume_for_all) and isinstance(self._replica, Apart):
+                self._replica.take_own(self._world.do(self._saver.hand_out))
             place = (self._meter.step, self._meter.epoch, self._replica.epoch_step) if self._meter.step else None
         else:
             if self._world.replaces:
@@ -166,8 +205,10 @@ class Loop:
         self.under_way = False
 
     def _resume_for_all(self) -> None:
-        if place := self._saver.resume_alone():
+        if place := self._saver.resume_alone(each=isinstance(self._replica, Apart)):
             self._meter.step, self._meter.epoch, self._replica.epoch_step = place
+            if isinstance(self._replica, Apart):
+                self._replica.resumed()
 
     def _enter_epoch(self, epoch: int, count: int) -> None:
         self._meter.epoch = epoch
@@ -191,6 +232,9 @@ class Loop:
         self._replica.restore()
         if self._team:
             self._settle(self._team)
+        if isinstance(self._replica, Apart):
+            with self._for_others():
+                self._replica.leave_epoch()
         scalars = self._meter.end_epoch()
         with self.waiting():
             self._strategy.together(keep=self._saver.enabled, end=last)
@@ -204,6 +248,8 @@ class Loop:
         self._here = set(self._present())
         for loader in self._loaders:
             loader.enter_epoch(epoch + 1)
+        if isinstance(self._replica, Apart):
+            self._replica.next_epoch()
         self._replica.epoch_step = self._meter.step
         if self._saver.enabled:
             self.save(epoch + 1, met=True)
@@ -219,12 +265,7 @@ class Loop:
         if not self._outermost.asks(loader, self._meter.step, due=self._replica.saving):
             return
         if self._team:
-            alone = self._team.group.size == 1 and self._team.sent_home  # nobody to agree with
-            if alone and self._saver.enabled and not self._world.dropped:
-                self._replica.saving = True
-            if self._replica.saving and (self._world.moving or alone):
-                self._save_now()  # before the group changes: all may leave
-            self._boundary(self._team)
+            self._between_turns(self._team, loader)
         if self._replica.saving:
             self._save_now()
 
@@ -235,23 +276,40 @@ class Loop:
         self.save(self._meter.epoch)
         self._replica.saving = self._world.wish = False
 
-    def _boundary(self, team: Team) -> None:
-        """Where members come and go, they do so here, and a step that was dropped is over."""
-        if not team.turn():
-            self._replica.draw_again()
+    def _between_turns(self, team: Team, loader: Loader | None) -> None:
+        """Where members come and go, they do so here."""
+        if isinstance(self._replica, Apart):
+            with self._for_others():
+                self._replica.between(loader)
+            if self._replica.saving:  # before the group changes: all may leave
+                self._save_now()
+                with self._for_others():
+                    self._replica.between(loader)
             return
-        self._replica.restore()
+        alone = team.group.size == 1 and team.sent_home  # nobody to agree with
+        if alone and self._saver.enabled and not self._world.dropped:
+            self._replica.saving = True
+        if self._replica.saving and (self._world.moving or alone):
+            self._save_now()  # before the group changes: all may leave
+        self._boundary(team, self._replica)
+
+    def _boundary(self, team: Team, replica: Replica) -> None:
+        """A step that was dropped is over."""
+        if not team.turn():
+            replica.draw_again()
+            return
+        replica.restore()
         with self._for_others():  # perhaps until there are enough
             self._settle(team)
             team.between(moving=self._world.moving)
         self._world.move = team.called
         self._world.wish = self._world.wish or (team.sent_home and self._saver.enabled)  # so that nothing is lost
 
-    def _mend(self, error: Interrupted) -> None:
+    def _mend(self, error: Interrupted, *, linger: bool = False) -> None:
         """The group broke: what it takes to form another one is no time of this member's own."""
         assert self._team is not None
         with self._for_others():
-            self._team.mend(error)
+            self._team.mend(error, linger=linger)
 
     @contextlib.contextmanager
     def _for_others(self) -> Iterator[None]:
@@ -313,6 +371,8 @@ class Loop:
         self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
         if self._world.group.rank == 0:
             print(f"paceline: {change.text}", file=sys.stderr)
+        for line in self._lateness.note(change):
+            self._world.tell(line)
 
     def _steps(self, size: int) -> int:
         """Of this epoch, those to come taken by so many; 0: not known."""

@@ -110,7 +110,7 @@ class Meter:
         self._status.at(self.step, self.epoch)
         report = StepReport(
             step=self.step,
-            samples=samples - before[3],
+            samples=max(samples - before[3], 0.0),  # of a turn that was dropped they are taken back
             data_s=waits[0],
             wait_s=waits[1],
             compute_s=max(seconds - sum(waits), 0.0),

@@ -84,6 +84,7 @@ class Pacing:
             else:
                 reason += ", or use --strategy async or bounded, whose fast workers take more batches by themselves"
             self._world.tell(f"--stragglers {self._rule} {reason}")
+            self._rule = "tell"
         elif self._rule == "less" and not self._shared:
             why = self._loaders[0].evenly if self._loaders else "batches do not come from run.loader"
             self._world.tell(f"--stragglers less: shares cannot follow the members' speed here, since {why}")
@@ -99,7 +100,9 @@ class Pacing:
             link = self._links.note({})
         cpu_s = self._cpu_s - before
         more_s = max(0.0, self._queued_s - waited) if min(waited, self._queued_s) >= 0 else UNKNOWN
-        world.pace = Pace(report.data_s, report.compute_s, cpu_s, report.wait_s, link, more_s).numbers()
+        world.pace = Pace(
+            report.data_s, report.compute_s, cpu_s, report.wait_s, link, more_s, report.sent_bytes
+        ).numbers()
         numbers, world.paces = world.paces, []
         if not numbers:
             return

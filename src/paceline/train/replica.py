@@ -21,6 +21,7 @@ from paceline.checkpoint import Coming, Lent, Pipe, digest, pack, seed_newcomer,
 from paceline.data import Loader
 from paceline.strategies import Strategy, World
 from paceline.train import again, light
+from paceline.train.accounts import Accounts
 from paceline.train.body import Healing
 from paceline.train.meter import Meter
 from paceline.train.saving import Saver, Stateful
@@ -28,7 +29,10 @@ from paceline.transport.group import Group
 
 
 class Replica:
-    """This member's, in an elastic run."""
+    """This member's, in an elastic run whose members take every step together."""
+
+    apart = False
+    even = False  # it does not matter here
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Replica:
         meter: Meter,
         loaders: list[Loader],
         seed: int,
+        accounts: Accounts,
         on_group: Callable[[Group], object],
     ) -> None:
         self.epoch_step = 0  # steps before the epoch under way
@@ -49,6 +54,7 @@ class Replica:
         self._meter = meter
         self._loaders = loaders
         self._seed = seed
+        self._accounts = accounts
         self._on_group = on_group
         self._held: bytes | None = None  # the state to go on from when the loop asks for its next batch
         self._fresh = True  # nothing was ever restored or committed here
@@ -78,7 +84,7 @@ class Replica:
         return self._healing if self._stepped else None
 
     def state(self) -> bytes:
-        return self._held if self._held is not None else pack(self._state())
+        return self._held if self._held is not None else pack({**self._state(), "accounts": self._accounts.state()})
 
     def digest(self) -> bytes:
         return digest(self._state())
@@ -93,6 +99,7 @@ class Replica:
     def committed(self) -> None:
         """A step of the first optimizer was taken: what was drawn for it counts."""
         self._world.passed = 0
+        self._world.tally.commit()
         self._fresh = False
         self._stepped = self._healing is not None
         for loader in self._loaders:
@@ -100,7 +107,7 @@ class Replica:
 
     # ---- another group
 
-    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None) -> None:
+    def regroup(self, group: Group, state: bytes | None, healing: Healing | None = None, *, even: bool = False) -> None:
         busy = self.busy
         if busy and state is None:
             state = self.state()
@@ -127,6 +134,8 @@ class Replica:
             return
         state = self._opened(data)
         self._saver.restore(state["parts"], self._put)
+        self._accounts.load(state["accounts"])
+        self._world.tally.drop()
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self._world.passed = 0
         if self._fresh:
@@ -200,7 +209,8 @@ class Replica:
             if heavy is not None:
                 late[name] = heavy
         self._lent = Lent(late, pipes)
-        return pack({"parts": now, "place": state["place"], "late": self._lent.head})
+        more = {"place": state["place"], "accounts": self._accounts.state()}
+        return pack({"parts": now, **more, "late": self._lent.head})
 
     def before_step(self) -> None:
         """The weights are going to change: what is on its way must be there, or be kept as it is."""

@@ -195,9 +195,7 @@ def _curves(history: History, keyed: dict[str, Any]) -> str:
 
 
 def _rates(history: History) -> Drawn | None:
-    if 0 not in history.times:
-        return None
-    rows = history.times[0].rows
+    rows = history.first.rows
     seconds = rows[:, 1:].sum(axis=1)
     x, sums = bins(seconds, np.stack([rows[:, 0], seconds], axis=1), _TIME_BINS)
     if not len(x) or not sums[:, 0].any():

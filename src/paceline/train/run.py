@@ -139,6 +139,8 @@ class Run:
             lead=lead,
             stragglers=settings.stragglers,
         )
+        if team and (accounts := self._loop.accounts):
+            ending.others = lambda: (accounts.rows({id for id, _ in team.seated}, team.left), accounts.seconds)
         self._began = False
         self._pool: Pool | None = None  # threads that train now
 
@@ -442,14 +444,15 @@ class Run:
         return data_s, self._world.waited, self.group.sent_bytes + self._world.sent_bytes, self._tally.drawn
 
     def _totals(self) -> dict[str, Any]:
-        return {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
+        mine = {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
+        return self._loop.accounts.own(mine) if self._loop.accounts else mine
 
     def _finish(self) -> Mapping[str, Any]:
         self._ending.left_early = self._loop.under_way
         if self._team:
             if self._team.drained:
                 self._saver.report(wait=True)  # who has left may be ended at any time
-            early = "drained" if self._team.drained else "failed"
+            early = "drained" if self._team.drained else "failed" if self._ending.failed else "left"
             self._team.leave(early if self._ending.failed or self._loop.under_way else "finished")
         for loader in self._loaders:  # worker processes must not outlive what they give their batches to
             loader.close()

@@ -67,6 +67,8 @@ class Saver:
         self._pending: Future[Written] | None = None
         self._shelf: Checkpoints | None = None
         self.enabled = keep > 0
+        self._each: list[list[Any]] = []  # own states that the first member has loaded for all, by rank
+        self.state_of: Callable[[Stateful], dict[str, Any]] = lambda part: part.state_dict()
 
     @property
     def _group(self) -> Group:
@@ -116,7 +118,7 @@ class Saver:
         own = self._world.do(lambda group: group.gather(_bytes_tensor(pack(mine))))
         if self._checkpoints is None or own is None:
             return
-        shared = {name: part.state_dict() for name, part in self.parts.items()}
+        shared = {name: self.state_of(part) for name, part in self.parts.items()}
         try:
             snapshot = self._checkpoints.snapshot(shared)  # waits for the write before it
             self.report()
@@ -155,13 +157,31 @@ class Saver:
         if self._checkpoints:
             self._checkpoints.clear()
 
-    def resume_alone(self) -> tuple[int, int, int] | None:
-        """As `resume`, by the first member for all: the others get from it what it has then."""
+    def resume_alone(self, *, each: bool = False) -> tuple[int, int, int] | None:
+        """As `resume`, by the first member for all: the others get from it what it has then; and, with `each`, what is
+        their own, by `hand_out`."""
         group, self._world.group = self._world.group, solo()
+        self._each = [[] for _ in range(group.size if each else 1)]
         try:
             return self.resume()
         finally:
             self._world.group = group
+
+    def hand_out(self, group: Group) -> list[dict[str, Any]]:
+        """By all, after `resume_alone`: what is this member's own, where it is not the first."""
+        each, size = self._each, group.size
+        if group.rank == 0:
+            others = [each[r] if r < len(each) else [] for r in range(1, size)]
+            gone = [own for states in each[size:] for own in states]  # of those who have been lost since
+            if not others:
+                return [own["strategy"] for own in each[0] + gone] if gone else []
+            others[-1] = others[-1] + gone
+            group.scatter([_bytes_tensor(pack(states)) for states in ([], *others)])
+            return []
+        states: list[dict[str, Any]] = unpack(group.scatter(None).numpy().data)
+        if states:
+            set_random_states(states[0]["random"])
+        return [state["strategy"] for state in states]
 
     def resume(self) -> tuple[int, int, int] | None:
         """Restore the newest good checkpoint on all members; its step, epoch and that epoch's first step, or None."""
@@ -182,6 +202,9 @@ class Saver:
         shared = self._share(loaded.shared if loaded else None)
         self.restore(shared)
         own = [unpack(data.numpy().data) for data in unpack(self._own(loaded))]
+        if len(self._each) > 1:
+            self._each = [own[r :: len(self._each)] for r in range(len(self._each))]
+            own = self._each[0]
         self._strategy.load_own_state([state["strategy"] for state in own])
         if own:
             set_random_states(own[0]["random"])

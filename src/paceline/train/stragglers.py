@@ -44,6 +44,8 @@ class Pace(NamedTuple):
     wait_s: float = 0.0  # for others
     link: Told = Told()  # its slowest to another host
     queued_s: float = UNKNOWN  # that it could have run, and waited for a processor
+    sent_bytes: float = 0.0
+    samples: float = 0.0  # of the turn under way: with what it tells goes the gradient of these
 
     @property
     def own_s(self) -> float:
@@ -51,19 +53,21 @@ class Pace(NamedTuple):
 
     def numbers(self) -> tuple[float, ...]:
         """To be told; `heard` reads them."""
-        return (*self[:4], *self.link, self.queued_s)
+        return (*self[:4], *self.link, self.queued_s, self.sent_bytes, self.samples)
 
 
 def heard(numbers: Sequence[float]) -> list[Pace]:
     """Everyone's, in the order of ranks.
 
-    >>> pace = Pace(0.5, 1.0, 2.0, 0.25, Told(1e6, 0.125, 3), 0.5)
+    >>> pace = Pace(0.5, 1.0, 2.0, 0.25, Told(1e6, 0.125, 3), 0.5, 4096.0, 64.0)
     >>> heard([*pace.numbers(), *pace.numbers()]) == [pace, pace]
     True
     """
     width = len(Pace(0.0, 0.0, 0.0).numbers())
     rows = [numbers[i : i + width] for i in range(0, len(numbers), width)]
-    return [Pace(row[0], row[1], row[2], row[3], Told(row[4], row[5], int(row[6])), row[7]) for row in rows]
+    return [
+        Pace(row[0], row[1], row[2], row[3], Told(row[4], row[5], int(row[6])), row[7], row[8], row[9]) for row in rows
+    ]
 
 
 class Straggler(NamedTuple):

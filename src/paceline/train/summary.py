@@ -1,23 +1,17 @@
 """What a run came to: throughput, bytes, where the time went, who was slowest, and one piece of advice.
 
 Made from the "end" event of the first member, which carries what every member counted; written as
-summary.json and shown as a table when the run ends.
+summary.json and shown as a table (`shown`) when the run ends.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from paceline.core.events import Event
 from paceline.core.lost import Lost
@@ -35,7 +29,7 @@ _EVEN = 1.02  # below which no member is called the slowest
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """One member's part. The three shares are of its own time; they add up to 1."""
 
-    rank: int
+    rank: int  # in an elastic run, its number for life
     host: str = ""
     samples: float = 0.0
     seconds: float = 0.0
@@ -46,6 +40,11 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     wait_share: float = 0.0
     busy_s: float = 0.0  # data and compute: its own doing, not the wait that others cause
     lost: bool = False  # it did not come to the end, and nobody at its rank did
+    left: bool = False  # it was not there at the end either, but was asked to go, or went
+
+    @property
+    def gone(self) -> str:
+        return "lost" if self.lost else "left" if self.left else ""
 
 
 class Coded(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +145,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     resumed_step: int = 0
     seconds: float = 0.0
+    trained_s: float = 0.0  # of them, those in which steps were taken
     samples: float = 0.0
     samples_per_s: float = 0.0
     sent_bytes: float = 0.0
@@ -162,6 +162,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Share, ...] = ()
     lost: tuple[Lost, ...] = ()
     views: Views | None = None  # of an elastic run whose members came or went
+
+    @property
+    def some_of_the_time(self) -> bool:
+        """Whether some members were not there from the beginning to the end."""
+        return self.views is not None or any(m.gone for m in self.members)
 
     @property
     def lost_line(self) -> str:
@@ -182,10 +187,11 @@ def summarise(end: Event, start: Event | None = None, views: Views | None = None
     shares = tuple(map(_share, raw))
     times = {key: sum(_amount(m, key) for m in raw) for key in ("data_s", "compute_s", "wait_s")}
     whole = sum(times.values())
-    seconds = max((s.seconds for s in shares), default=0.0) or _amount(end, "seconds")
+    trained_s = max([_amount(end, "trained_s"), *(s.seconds for s in shares)])
+    seconds = trained_s or _amount(end, "seconds")
     samples = sum(s.samples for s in shares)
     lost = _lost(end.get("lost"))
-    slowest, slowest_by = _slowest(shares, by_sample=bool(lost))
+    slowest, slowest_by = _slowest(shares, by_sample=bool(lost) or views is not None)
     summary = Summary(
         name=str(start.get("name") or ""),
         strategy=str(start.get("strategy") or ""),
@@ -193,7 +199,8 @@ def summarise(end: Event, start: Event | None = None, views: Views | None = None
         size=int(_amount(start, "size")) or len(shares) or 1,
         step=int(_amount(end, "step")),
         resumed_step=int(_amount(start, "resumed_step")),
-        seconds=_amount(end, "seconds") or seconds,
+        seconds=max(_amount(end, "seconds") or seconds, _amount(end, "trained_s")),
+        trained_s=trained_s,
         samples=samples,
         samples_per_s=samples / seconds if seconds else 0.0,
         sent_bytes=sum(s.sent_bytes for s in shares),
@@ -288,78 +295,6 @@ def write_summary(summary: Summary, run_dir: Path) -> Path:
     return path
 
 
-def table(summary: Summary) -> RenderableType:
-    """The summary as rich shows it."""
-    head = Text()
-    head.append(summary.outcome or "ended", style=_OUTCOMES.get(summary.outcome, "bold"))
-    facts = [f"{summary.step:,} steps", f"{figures.duration(summary.seconds)}"]
-    facts += [f"{figures.count(summary.samples_per_s)} samples/s", f"{figures.size(summary.sent_bytes)} sent"]
-    head.append("  " + "  ".join(facts))
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    rows.add_column("member", justify="right")
-    several = len({m.host for m in summary.members}) > 1
-    if several:
-        rows.add_column("host", overflow="ellipsis", no_wrap=True, max_width=32)
-    for name in ("samples", "samples/s", "sent", "data", "compute", "wait"):
-        rows.add_column(name, justify="right", no_wrap=True)
-    rows.add_column("")
-    for m in summary.members:
-        slow = m.rank == summary.slowest
-        note = f"slowest, {summary.slowest_by:.2f}x the others" if slow else "lost" if m.lost else ""
-        rows.add_row(*_cells(str(m.rank), [Text(m.host)] * several, m), note, style="yellow" if slow else "")
-    if len(summary.members) > 1:
-        rows.add_section()
-        rows.add_row(*_cells("all", [Text()] * several, summary), "", style="bold")
-    parts: list[RenderableType] = [head]
-    if summary.members:
-        parts += ["", rows]
-    if summary.lost:
-        parts += ["", Text(summary.lost_line, style="yellow")]
-    if summary.views:
-        parts += ["", Text(summary.views.text)]
-    if summary.pushed:
-        parts += ["", Text(summary.pushed.line)]
-    if summary.apart:
-        parts += ["", Text(summary.apart.line)]
-    if summary.called:
-        parts += ["", Text(summary.called.line)]
-    if summary.coded:
-        parts += ["", Text("codec " + summary.coded.line)]
-    if summary.advice:
-        parts += ["", Text("advice: " + summary.advice, style="yellow")]
-    return Group(*parts)
-
-
-def text(summary: Summary, width: int = 200) -> str:
-    """The table as plain text."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(table(summary))
-    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
-
-
-def print_summary(summary: Summary, stream: IO[str] | None = None) -> None:
-    """Shows the table, as plain text where there is no terminal."""
-    stream = stream if stream is not None else sys.stdout
-    try:
-        if stream.isatty():
-            Console(file=stream, highlight=False).print(table(summary))
-        else:
-            stream.write(text(summary))
-            stream.flush()
-    except (OSError, ValueError):  # nobody reads any more; the same is in summary.json
-        return
-
-
-_OUTCOMES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "left early": "bold yellow"}
-
-
-def _cells(first: str, host: list[Text], part: Share | Summary) -> list[str | Text]:
-    counts = [figures.count(part.samples), figures.count(part.samples_per_s), figures.size(part.sent_bytes)]
-    shares = [figures.percent(s) for s in (part.data_share, part.compute_share, part.wait_share)]
-    return [first, *host, *counts, *shares]
-
-
 def _amount(fields: dict[str, Any], key: str) -> float:
     x = figures.value(fields.get(key) or 0.0)
     return x if 0.0 <= x < float("inf") else 0.0
@@ -382,6 +317,7 @@ def _share(m: dict[str, Any]) -> Share:
         wait_share=wait / whole if whole else 0.0,
         busy_s=data + compute,
         lost=bool(m.get("lost")),
+        left=bool(m.get("left")),
     )
 
 
@@ -390,14 +326,18 @@ def _slowest(shares: tuple[Share, ...], *, by_sample: bool = False) -> tuple[int
 
     `by_sample`: in each sample, where some were away for a while.
     """
-    shares = tuple(s for s in shares if not s.lost and (s.samples or not by_sample))
+    shares = tuple(s for s in shares if not s.gone and (s.samples or not by_sample))
     if len(shares) < 2:
         return None, 1.0
-    busy = {s.rank: s.busy_s / s.samples if by_sample else s.busy_s for s in shares}
+    busy = {s.rank: _busy(s, by_sample) for s in shares}
     slowest = max(shares, key=lambda s: busy[s.rank])
     others = sum(busy[s.rank] for s in shares if s is not slowest) / (len(shares) - 1)
     by = busy[slowest.rank] / others if others else 1.0
     return (slowest.rank, by) if by > _EVEN else (None, 1.0)
+
+
+def _busy(share: Share, by_sample: bool) -> float:
+    return share.busy_s / share.samples if by_sample and share.samples else share.busy_s
 
 
 def _advice(s: Summary) -> str:
@@ -423,21 +363,22 @@ def _why_they_wait(s: Summary) -> str:
     if slow.data_share > slow.compute_share:
         return f" for member {slow.rank}, whose data comes late: raise workers= of run.loader()"
     busy = f" for member {slow.rank}, which is busy {s.slowest_by:.1f}x as long as the others"
-    if _host_is_slow(slow, s.members):
+    if _host_is_slow(slow, s):
         return f"{busy}: give it a faster or less loaded host"
     return f"{busy}: does only that one evaluate, save or log much, or do other programs run on its cores?"
 
 
 def _short_step(s: Summary) -> str:
     """How long a step took, in words, if that is too short to share; else ""."""
-    seconds, steps = max((m.seconds for m in s.members), default=0.0), s.step - s.resumed_step
+    seconds, steps = s.trained_s, s.step - s.resumed_step
     if steps <= 0 or not 0 < seconds / steps < _SHORT_S:
         return ""
     return f"steps of {1000 * seconds / steps:.2g} ms"
 
 
-def _host_is_slow(slow: Share, members: tuple[Share, ...]) -> bool:
+def _host_is_slow(slow: Share, s: Summary) -> bool:
     """Whether a member's host may be to blame: there are others, and its neighbours there are as busy as it is."""
-    mates = [m.busy_s for m in members if m.host == slow.host and m is not slow]
+    members = [m for m in s.members if not m.gone]
+    mates = [_busy(m, s.some_of_the_time) for m in members if m.host == slow.host and m is not slow]
     away = len(mates) + 1 < len(members)
-    return away and all(slow.busy_s < _SLOWER * busy for busy in mates)
+    return away and all(_busy(slow, s.some_of_the_time) < _SLOWER * busy for busy in mates)

@@ -27,12 +27,14 @@ _TEXT = ' class="text"'
 
 
 def members(summary: Summary) -> str:
-    several = len({m.host for m in summary.members}) > 1
+    several = len({m.host for m in summary.members if m.host}) > 1
+    there = summary.some_of_the_time
 
-    def row(first: str, host: str, part: Share | Summary, kind: str) -> str:
+    def row(first: str, host: str, seconds: float, part: Share | Summary, kind: str) -> str:
         shares = (part.data_share, part.compute_share, part.wait_share)
         bar = "".join(f'<i class="{n}" style="width:{100 * s:.1f}%"></i>' for n, s in zip(SPLIT, shares))
         texts = [
+            *[figures.duration(seconds)] * there,
             figures.count(part.samples),
             figures.count(part.samples_per_s),
             figures.size(part.sent_bytes),
@@ -47,12 +49,18 @@ def members(summary: Summary) -> str:
     if not summary.members:
         return ""
     rows = [
-        row(f"{m.rank}{', slowest' * (m.rank == summary.slowest)}{', lost' * m.lost}", m.host, m, _kind(m, summary))
+        row(
+            ", ".join(filter(None, (str(m.rank), "slowest" * (m.rank == summary.slowest), m.gone))),
+            m.host,
+            m.seconds,
+            m,
+            _kind(m, summary),
+        )
         for m in summary.members
     ]
     if len(summary.members) > 1:
-        rows.append(row("all", "", summary, "all"))
-    heads = (" member", *([" host"] if several else []), "samples", "samples/s", "sent", *SPLIT, "")
+        rows.append(row("all", "", summary.trained_s, summary, "all"))
+    heads = (" member", *[" host"] * several, *["there"] * there, "samples", "samples/s", "sent", *SPLIT, "")
     return _table(heads, rows)
 
 

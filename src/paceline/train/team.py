@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 from paceline.checkpoint import pack, unpack
 from paceline.core.errors import Interrupted, PacelineError
@@ -32,6 +31,8 @@ from paceline.core.status import Status
 from paceline.core.view import Member, View
 from paceline.membership.line import Line
 from paceline.train.body import Body, Healing
+from paceline.train.handing import given, let_go, plain
+from paceline.train.place import Change, Place
 from paceline.transport.group import Group, solo
 from paceline.transport.wires import Wires
 
@@ -39,69 +40,6 @@ T = TypeVar("T")
 NEW = -1  # commits of one that has no state yet
 _LANE = "heal"
 _MOST_LAG = 1  # between members of one view; who was away for longer does not make up for it
-
-
-class Place(msgspec.Struct, frozen=True):
-    """How far a member has come."""
-
-    commits: int
-    operations: int
-    turns: int  # of the loop that it has begun
-    saving: bool = False  # after its last commit a checkpoint is due
-    easy: bool = False  # it stands between two turns
-    begins: bool = False  # it has counted the turn that it is about to begin
-    formed: int = 0  # number of the view in which its last commit was
-    away: bool = False  # others have gone on without it since then
-
-    @property
-    def begun(self) -> int:
-        """Turns that it has really begun."""
-        return self.turns - self.begins
-
-    @property
-    def state(self) -> tuple[int, int]:
-        """Whoever has the greater one has what counts.
-
-        Members that go on without one may take the step that it took when it was left out already, without knowing it:
-        two of one number, and that of the newer view counts.
-        """
-        return self.commits, self.formed
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What a new view brought, for those who watch."""
-
-    number: int
-    size: int
-    lost: tuple[int, ...]  # ids
-    joined: tuple[int, ...]
-    healed: tuple[int, ...]  # ids of those that were given the state
-    seconds: float
-    reason: str
-    least: int = 1  # with fewer members nobody takes a step
-    short: bool = False  # there were too few before, and they waited for this view
-
-    @property
-    def text(self) -> str:
-        """
-        >>> Change(number=3, size=3, lost=(1,), joined=(), healed=(), seconds=0.21, reason="").text
-        'member 1 is gone, 3 members go on (after 0.2 s)'
-        >>> Change(number=3, size=1, lost=(1,), joined=(), healed=(), seconds=0.21, reason="", least=2).text
-        'member 1 is gone, 1 member is left and waits: at least 2 are needed (after 0.2 s)'
-        """
-        what = [f"{_members(self.lost)} gone"] if self.lost else []
-        what += [f"{_members(self.joined)} here"] if self.joined else []
-        one = self.size == 1
-        on = f"{'1 member goes' if one else f'{self.size} members go'} on"
-        if self.size < self.least:
-            are = "1 member is left and waits" if one else f"{self.size} members are left and wait"
-            on = f"{are}: at least {self.least} are needed"
-        return ", ".join([*(what or ["the connections were made anew"]), f"{on} (after {self.seconds:.1f} s)"])
-
-
-def _members(ids: tuple[int, ...]) -> str:
-    one = len(ids) == 1
-    return ("member " if one else "members ") + ", ".join(map(str, ids)) + (" is" if one else " are")
 
 
 class Team:
@@ -119,15 +57,17 @@ class Team:
         self._begins = False  # the turn that was counted last has not begun yet
         self._stepped = False
         self.drained = False  # this member was asked to leave, and does
+        self.adrift = False  # left out of the view, it trains on by itself until it is taken in again
         self.changed: Callable[[Change], object] = lambda change: None
         self.body: Body | None = None
         self._line = line
         self._wires = wires
-        self._own = own
+        self.own = own
         self._limit_s = limit_s
         self._status = status
         self._number = 0  # of the newest view that this member has acted on
         self._result: Any = None  # of the last operation
+        self._late: set[int] = set()  # ids of those that the newest view leaves out because they are slow
         line.on_view = lambda heard: None if heard.planned else wires.outdated(heard.view.number)
 
     # ---- from joining to training
@@ -144,6 +84,16 @@ class Team:
         self._form_next(None)
 
     @property
+    def seated(self) -> list[tuple[int, str]]:
+        """Ids and hosts of the present group."""
+        return [(m.id, m.host) for m in self.view.members] if self.view else []
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Ids of those that are not in the view, and were not lost."""
+        return self._line.newest.left if self._line.newest else ()
+
+    @property
     def outside(self) -> bool:
         return self.view is None
 
@@ -152,17 +102,24 @@ class Team:
         return self.view.members[rank].id if self.view else rank
 
     @property
+    def me(self) -> tuple[int, int]:
+        """This member's number for life, and its process."""
+        return self.own, os.getpid()
+
+    @property
     def expected(self) -> tuple[int, int]:
         """Rank and size; of a newcomer, those that it is likely to have."""
         if self.view is not None or self._line.standing.view is None:
             return self.group.rank, self.group.size
         return self._line.standing.view.size, self._line.standing.view.size + 1
 
-    def begin(self, load: Callable[[], object]) -> None:
-        """All members stand before their first batch: everyone gets the state of the first one, which `load`s it."""
+    def begin(self, load: Callable[[], object]) -> bool:
+        """All members stand before their first batch: everyone gets the state of the first one, which `load`s it.
+        False: others had begun before."""
         if self.outside:
             self._line.ready(0)
             self._form_next(None)
+        first = self.commits < 1
         while self.commits < 1:
             try:
                 if self.group.rank == 0:
@@ -171,6 +128,7 @@ class Team:
                 self._level(self.group, lend=False)
             except Interrupted as error:
                 self.mend(error)
+        return first
 
     # ---- while training
 
@@ -183,6 +141,8 @@ class Team:
             in_turn = self.body is not None and self.body.busy
             mine: list[T] = []  # the result, if this member has come to it
             try:
+                if self.adrift:
+                    raise Interrupted("this member was left out of the view")
                 if self.body:
                     self.body.arrive()
                 mine.append(operation(self.group))
@@ -192,7 +152,7 @@ class Team:
                 away = self.operations > before + 1 or self.commits != commits
                 if away and not in_turn:
                     raise PacelineError(
-                        f"member {self._own} was away while the others ended what it did with them, and went on: its "
+                        f"member {self.own} was away while the others ended what it did with them, and went on: its "
                         "script stands where they are no more, so it ends, to be started again"
                     ) from None
                 if mine and self.operations > before:  # it had ended elsewhere; what each gets of it may be its own
@@ -222,6 +182,30 @@ class Team:
         return heard is not None and heard.view.number > self._number
 
     @property
+    def urgent(self) -> bool:
+        """Whether that view counts already: it was made because some are lost."""
+        heard = self._line.newest
+        return self.called and heard is not None and not heard.planned
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the others of a view that one that is adrift is to be in wait for it."""
+        heard = self._line.newest
+        if self._line.drained or heard is None or not self.called:
+            return self._line.drained
+        waits = not heard.planned or self._line.come >= heard.view.number  # the others are there, or on their way
+        return waits and any(self._is_me(member) for member in heard.view.members)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether somebody is to leave, and waits for the end of what is under way."""
+        heard = self._line.newest
+        if self.view is None or heard is None or not (self.called and heard.planned):
+            return False
+        staying = {member.id for member in heard.view.members}
+        return any(member.id not in staying for member in self.view.members)
+
+    @property
     def sent_home(self) -> bool:
         """Whether all members are to leave."""
         heard = self._line.newest
@@ -240,10 +224,26 @@ class Team:
         self._begins = True
         if moving or (self.group.size == 1 and self.called):
             self._form_next(None)
+        self.muster()
+        self._begins = False
+
+    def muster(self) -> None:
+        """Wait until there are enough."""
         while self.group.size < self.least:
             self._status.set(f"waiting for members: {self.group.size} of at least {self.least}")
             self._form_next(None, short=True)
-        self._begins = False
+
+    def go(self) -> bool:
+        """Members that train apart: go to the view that was heard of; False: this one is not in it, and trains on."""
+        return self._form_next(None, linger=True)
+
+    def here(self, round: int, quorum: int, grace_s: float) -> None:
+        """This member has come to a round: once the quorum has, those who are late are left out of the view."""
+        self._line.here(self._number, round, quorum, grace_s)
+
+    def rejoin(self) -> None:
+        """Adrift, with nothing left to train: wait to be taken in."""
+        self._form_next(None)
 
     def settle(self) -> bool:
         """Between two steps: newcomers that have taken their first one are members like all others.
@@ -265,12 +265,14 @@ class Team:
                 self.mend(error)
         return True
 
-    def mend(self, error: Interrupted) -> None:
-        """The group broke here: form that of the next view, and come level with the others."""
-        self._wires.leave()  # others who still wait in it are to notice too
-        self._report(error)
-        _let_go(error)
-        self._form_next(error)
+    def mend(self, error: Interrupted, *, linger: bool = False) -> None:
+        """The group broke here: form that of the next view, and come level with the others. `linger`: not where this
+        member is left out of it; then it trains on."""
+        if not self.adrift:
+            self._wires.leave()  # others who still wait in it are to notice too
+            self._report(error)
+        let_go(error)
+        self._form_next(error, linger=linger)
 
     @property
     def least(self) -> int:
@@ -291,11 +293,17 @@ class Team:
 
     # ---- inside
 
-    def _form_next(self, error: Interrupted | None, *, short: bool = False) -> None:
+    def _form_next(self, error: Interrupted | None, *, short: bool = False, linger: bool = False) -> bool:
         began, old, doing = time.monotonic(), self.view, self._status.what
         reason = str(error) if error else ""
         while True:
-            view, mine = self._next_view()
+            found = self._next_view(linger)
+            if found is None:
+                self._status.set(doing)
+                return False
+            view, mine = found
+            if self.body and self.body.apart:
+                self._line.going(view.number)
             try:
                 healed = self._form(view, mine)
                 break
@@ -303,7 +311,7 @@ class Team:
                 self._wires.leave()
                 reason = reason or str(again)
                 self._report(again)
-                _let_go(again)
+                let_go(again)
         self._line.formed(view.number, self.body.step if self.body else 0)
         self._status.set(doing)
         before = {m.id for m in old.members} if old else set()
@@ -314,17 +322,21 @@ class Team:
                     number=view.number,
                     size=view.size,
                     lost=tuple(sorted(before - now)),
+                    late=tuple(sorted((before - now) & self._late)),
                     joined=tuple(sorted(now - before)),
                     healed=tuple(view.members[r].id for r in healed),
                     seconds=time.monotonic() - began,
                     reason=reason,
                     least=self.least,
+                    left=tuple(sorted((before - now) & set(self.left))),
                     short=short,
                 )
             )
+        return True
 
-    def _next_view(self) -> tuple[View, Member]:
-        """The next view that this member is in; where it was left out, it asks to be taken in again."""
+    def _next_view(self, linger: bool = False) -> tuple[View, Member] | None:
+        """The next view that this member is in; where it was left out, it asks to be taken in again. `linger`: without
+        waiting for that; None."""
         while True:
             try:
                 heard = self._line.newer(self._number, self._limit_s)
@@ -332,18 +344,26 @@ class Team:
                 self._go_if_drained()
                 raise
             self._number = heard.view.number
+            self._late = set(heard.late)
             for member in heard.view.members:
-                if member.id == self._own and member.pid == os.getpid():
+                if self._is_me(member):
                     return heard.view, member
             self._go_if_drained()
             if self.commits == 0:
                 raise PacelineError(
-                    f"member {self._own} was left out of view {heard.view.number} while it prepared to train with the "
+                    f"member {self.own} was left out of view {heard.view.number} while it prepared to train with the "
                     "others, who go on: it ends, to be started again"
                 )
             self._away = True
-            self._status.set("left out of the view: asking to be taken in again")
             self._line.ready(heard.view.number)
+            if linger:
+                self._wires.leave()
+                self.adrift = True
+                return None
+            self._status.set("left out of the view: asking to be taken in again")
+
+    def _is_me(self, member: Member) -> bool:
+        return member.id == self.own and member.pid == os.getpid()
 
     def _go_if_drained(self) -> None:
         if self._line.drained:
@@ -355,6 +375,7 @@ class Team:
         self.view = view
         self._wires.join(view, mine.rank, limit_s=self._limit_s, status=self._status)
         self.group = Group(self._wires, range(view.size))
+        self.adrift = False
         return self._level(self.group)
 
     def _level(self, group: Group, *, lend: bool = True) -> list[int]:
@@ -368,6 +389,7 @@ class Team:
             easy=bool(lend and body and not body.busy),
             begins=self._begins,
             formed=self._formed,
+            even=bool(body and body.even),
             away=self._away,
         )
         told = group.exchange(msgspec.msgpack.encode(mine))
@@ -380,21 +402,23 @@ class Team:
         if group.rank in behind or (behind and group.rank == source):
             self._status.set("healing" if group.rank in behind else f"healing members {', '.join(map(str, behind))}")
         healing: Healing | None = None
-        if behind and all(p.easy for p in places) and all(places[r].commits == NEW for r in behind):
+        together = body is None or not body.apart
+        if together and behind and all(p.easy for p in places) and all(places[r].commits == NEW for r in behind):
             healing = Healing(source, tuple(behind))
-        state = _given(group, source, behind, lambda: self._state(healing))
+        state = given(group, source, behind, lambda: self._state(healing))
         if healing and group.rank in behind:
             healing = healing._replace(pipe=self._wires.mesh.channel(source, _LANE))
         short = [r for r, p in enumerate(places) if p.operations < operations and p.commits != NEW]
         knows = next(rank for rank, p in enumerate(places) if p.operations == operations)
-        result = _given(group, knows, short, lambda: pack(_plain(self._result)))
+        result = given(group, knows, short, lambda: pack(plain(self._result)))
         if self.body:
-            self.body.regroup(group, state, healing)
+            even = all(p.even for p in places if p.state == newest)
+            self.body.regroup(group, state, healing, even=even)
             self.body.saving = any(p.saving for p in places if p.state == newest)
         if result is not None:
             self._result = unpack(memoryview(result))
         behind_by = begun - mine.begun
-        makes_up = mine.commits != NEW and not mine.begins and behind_by <= _MOST_LAG
+        makes_up = together and mine.commits != NEW and not mine.begins and behind_by <= _MOST_LAG
         self.lag = behind_by if makes_up else 0
         (self.commits, self._formed), self._away = newest, False
         self.operations, self.turns = operations, begun - self.lag + mine.begins
@@ -405,7 +429,7 @@ class Team:
         old = self._away and all(p.away or p.commits == NEW for p in places)
         if old and any(p.commits == NEW for p in places) and self.body and self.body.outdated:
             raise PacelineError(
-                f"member {self._own} was away while the others went on and were lost: a checkpoint is newer than what "
+                f"member {self.own} was away while the others went on and were lost: a checkpoint is newer than what "
                 "it has; it ends, to be started again from there"
             )
 
@@ -421,41 +445,3 @@ class Team:
         if self.view and error.rank is not None and error.rank < self.view.size:
             blamed = self.view.members[error.rank].id
         self._line.broken(self._number, blamed, str(error))
-
-
-def _let_go(error: BaseException) -> None:
-    """Forget where an error came from: its frames hold the group that broke, with all of its shared memory, and are
-    held by each other until Python looks for cycles."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__context__
-
-
-def _given(group: Group, source: int, to: list[int], make: Callable[[], bytes]) -> bytes | None:
-    """Bytes from one member to some; None where there is nothing to get."""
-    if len(to) == group.size - 1 and to:  # all others
-        mine = make() if group.rank == source else b""
-        length = torch.tensor([len(mine)])
-        group.broadcast(length, source)
-        flat = _flat(mine) if mine else torch.zeros(int(length), dtype=torch.uint8)
-        group.broadcast(flat, source)
-        return None if group.rank == source else flat.numpy().tobytes()
-    if group.rank == source and to:
-        flat = _flat(make())
-        for rank in to:
-            group.send(flat, rank)
-    return group.recv(source).numpy().tobytes() if group.rank in to else None
-
-
-def _flat(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _plain(result: Any) -> Any:
-    """A result that can be handed on; what is of one member alone cannot."""
-    try:
-        pack(result)
-    except PacelineError:
-        return None
-    return result

@@ -26,16 +26,19 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     after_s: float  # since the run began
     step: int
     size: int
-    lost: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()  # and who left
+    left: tuple[int, ...] = ()  # of them
     joined: tuple[int, ...] = ()
     healed: tuple[int, ...] = ()  # those that were given the state
+    late: tuple[int, ...] = ()  # of `lost`, those that only were late for a round
     seconds: float = 0.0  # until those who stayed went on
     reason: str = ""
 
     @property
     def cells(self) -> tuple[str, ...]:
         """As `HEADS` names them."""
-        ids = (", ".join(map(str, each)) or "-" for each in (self.lost, self.joined, self.healed))
+        gone = [f"{id} left" if id in self.left else str(id) for id in self.lost]
+        ids = (", ".join(map(str, each)) or "-" for each in (gone, self.joined, self.healed))
         after = figures.duration(self.after_s)
         return (str(self.number), after, f"{self.step:,}", str(self.size), *ids, f"{self.seconds:.2f} s")
 
@@ -44,9 +47,11 @@ class Views(msgspec.Struct, frozen=True, kw_only=True):
     """All of them together."""
 
     changes: int = 0
-    lost: int = 0  # members that went, each as often as it did
+    lost: int = 0  # members, each as often as it was
+    left: int = 0  # that were asked to go, or went
     replaced: int = 0  # times that one which was lost came back, or another for it
     joined: int = 0  # others that came
+    late: int = 0  # times that one was left out of a round, for which it was late
     recovery_s: float = 0.0  # that those who stayed took after losses and broken connections
     waiting_s: float = 0.0  # that they stood still, since there were fewer than the least
     last: tuple[View, ...] = ()
@@ -56,14 +61,18 @@ class Views(msgspec.Struct, frozen=True, kw_only=True):
         """
         >>> Views(changes=3, lost=1, replaced=1, recovery_s=0.5).line
         'members came and went: 1 lost, 1 replaced, 0 joined, in 3 views; 0.50 s in recovery'
+        >>> Views(changes=1, left=1).line
+        'members came and went: 0 lost, 1 left, 0 replaced, 0 joined, in 1 view; 0.00 s in recovery'
         >>> Views(changes=2, lost=1, replaced=1, recovery_s=0.08, waiting_s=7.06).line.rpartition("; ")[2]
         '0.08 s in recovery, 7.1 s waiting for members'
         """
+        left = f"{self.left:,} left, " if self.left else ""
         views = "1 view" if self.changes == 1 else f"{self.changes:,} views"
         return (
-            f"members came and went: {self.lost:,} lost, {self.replaced:,} replaced, {self.joined:,} joined, "
+            f"members came and went: {self.lost:,} lost, {left}{self.replaced:,} replaced, {self.joined:,} joined, "
             f"in {views}; {self.recovery_s:.2f} s in recovery"
             + (f", {self.waiting_s:.1f} s waiting for members" if self.waiting_s else "")
+            + (f"; {self.late:,} times one was late for a round" if self.late else "")
         )
 
     @property
@@ -79,32 +88,39 @@ class Counted:
 
     def __init__(self) -> None:
         self._gone: set[int] = set()
+        self._late: set[int] = set()
         self._views = Views()
         self._last: deque[View] = deque(maxlen=_MOST)
 
     def add(self, event: Event, began: float) -> None:
         """`began`: when the run did, by the clock of the events."""
-        lost, joined, healed = (_ids(event.get(key)) for key in ("lost", "joined", "healed"))
+        told = ("lost", "left", "joined", "healed", "late")
+        lost, left, joined, healed, late = (_ids(event.get(key)) for key in told)
         view = View(
             number=_whole(event.get("number")),
             after_s=max(0.0, value(event.get("time") or 0.0) - began),
             step=_whole(event.get("step")),
             size=_whole(event.get("size")),
             lost=lost,
+            left=left,
             joined=joined,
             healed=healed,
+            late=late,
             seconds=max(0.0, value(event.get("seconds") or 0.0)),
             reason=clean(event.get("reason") or "", 200),
         )
         short = event.get("short") is True
+        again, self._late = self._late & set(joined), (self._late | set(late)) - set(joined)
         back = self._gone & set(joined)
-        self._gone = (self._gone | set(lost)) - back
+        self._gone = (self._gone | set(lost) - set(late)) - back
         before = self._views
         self._views = Views(
             changes=before.changes + 1,
-            lost=before.lost + len(lost),
+            lost=before.lost + len(set(lost) - set(left) - set(late)),
+            left=before.left + len(left),
             replaced=before.replaced + len(back),
-            joined=before.joined + len(set(joined) - back),
+            joined=before.joined + len(set(joined) - back - again),
+            late=before.late + len(late),
             recovery_s=before.recovery_s + (view.seconds if not short and (lost or not joined) else 0.0),
             waiting_s=before.waiting_s + (view.seconds if short else 0.0),
         )
