@@ -24,7 +24,7 @@ STRATEGIES = (
     "async_local",
     "guest",
 )
-INCOMPLETE = ("bounded", "post_local")  # strategies that cannot do without an option
+INCOMPLETE = ("bounded", "post_local", "guest")  # strategies that cannot do without an option
 CODECS = (
     "none",
     "auto",
