@@ -492,6 +492,21 @@ def test_there_are_only_so_many_places(hosts: Callable[..., Host]) -> None:
     assert visitor.told[-1].endswith("is reached again")
 
 
+def test_a_place_that_is_about_to_be_left_is_waited_for(
+    hosts: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the guest itself, whose last call the run has not seen the end of yet."""
+    monkeypatch.setattr("paceline.server.outside.lobby._PLACE_S", 20.0)
+    host = hosts("local(every=4, guests=1)")
+    visitor = Visitor(host.hosting.address, every=1)
+    call = c.Call(guest="another", model=host.hosting._lobby._model, round=-1)
+    with Calling(Where(host.hosting.address), call, lambda n: None) as calling:
+        threading.Timer(0.3, calling.close).start()
+        train_beside(host, visitor, 1)
+    assert visitor.guest.trips is not None
+    assert (visitor.guest.trips.calls, visitor.told) == (2, [])
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -137,8 +137,8 @@ def test_a_round_that_breaks_leaves_nothing_said_and_is_held_by_those_who_are_le
             part = member.local._rounds.parts[0]  # type: ignore[union-attr]
             carry = part.carry
 
-            def lost(fragment: int, weight: float) -> None:
-                carry(fragment, weight)  # all is said, and then
+            def lost(*args: Any) -> None:
+                carry(*args)  # all is said, and then
                 raise Interrupted("a member is lost")
 
             part.carry = lost  # type: ignore[method-assign]

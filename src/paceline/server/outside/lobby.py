@@ -36,6 +36,7 @@ _SLOWEST = 2e3  # bytes per second
 _PIECE_BYTES = 1 << 16
 _LONGEST_S = 10.0  # that a guest is kept waiting for weights
 _LINES, _NAMES = 8, 64  # that are told at once, and of guests in all
+_PLACE_S = 1.0  # that one may wait for a place
 _LINGERS_S = 300.0  # in all, besides what its bytes take
 
 
@@ -71,6 +72,7 @@ class Lobby:
             note = Note(name=self.name, address=self.address, token=token)
             write_private(directory / FILE, msgspec.json.encode(note))
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)  # somebody has, or the run is over
         self._here: set[Channel] = set()
         self._said: list[str] = []
         self._known: set[str] = set()  # guests that were mentioned
@@ -93,8 +95,9 @@ class Lobby:
         """The run is over: nobody is let in any more."""
         self._closed = True
         self._listener.close()
-        with self._lock:
+        with self._left:
             here = list(self._here)
+            self._left.notify_all()
         for channel in here:
             channel.close()
 
@@ -112,7 +115,8 @@ class Lobby:
         channel.max_message_bytes = c.MAX_CALL_BYTES
         channel.send_limit_s = _SILENT_S
         try:
-            with self._lock:
+            with self._left:  # a place that was just left, by this guest too, is free in a moment
+                self._left.wait_for(lambda: len(self._here) < self._most or self._closed, _PLACE_S)
                 full = len(self._here) >= self._most or self._closed
                 if not full:
                     self._here.add(channel)
@@ -127,8 +131,9 @@ class Lobby:
         except Exception:  # a fault of ours: this guest's connection ends, and the others go on
             traceback.print_exc()
         finally:
-            with self._lock:
+            with self._left:
                 self._here.discard(channel)
+                self._left.notify()
             channel.close()
 
     def _talk(self, channel: Channel) -> None:
