@@ -69,7 +69,7 @@ def test_with_servers_too(strategy: str, replacing: Replacing | None, tmp_path: 
         settings=Settings(root=str(tmp_path), name="x", progress="off", checkpoint_keep=0, strategy=strategy),
         threads=1,
     )
-    outcome = Local(kept, say=kept.say).start(spec).wait(120.0)
+    outcome = Local(kept, notice_s=60.0, say=kept.say).start(spec).wait(120.0)
     assert outcome is not None
     assert outcome.code == 0, kept.text
     assert [e.code for e in outcome.lost] == [-9]
