@@ -15,6 +15,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""  # of the run; "" makes one from the script and the time
     root: str = "runs"  # where run directories live
     strategy: str = "allreduce"
+    mesh: str = ""  # how replicas are cut, such as "shard=2"; see `paceline.core.mesh`
     servers: str = "auto"  # of the server strategies: auto, colocated, or how many processes
     codec: str = ""  # what travels between hosts instead of float32, such as "topk(0.01)"
     transport: str = "auto"  # auto, gloo, nccl

@@ -42,7 +42,7 @@ class Tally:
         self.pending += drawn
         self.nominal += nominal
         self._since.add(drawn / nominal)
-        self._weigh(drawn / nominal)
+        self.weigh(drawn / nominal)
 
     def commit(self, taken: float = 0.0) -> None:
         """A step was taken, of so many samples: what was drawn stays drawn."""
@@ -58,9 +58,10 @@ class Tally:
         """From now on nothing counts that this member draws, or again all."""
         self.idle = idle
         self._since.clear()
-        self._weigh(0.0 if idle else 1.0)
+        self.weigh(0.0 if idle else 1.0)
 
-    def _weigh(self, weight: float) -> None:
+    def weigh(self, weight: float) -> None:
+        """What is drawn next has this weight."""
         if weight != self.weight:
             self.weight = weight
             for listener in self.listeners:

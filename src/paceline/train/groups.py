@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.parallel import Cut
 from paceline.strategies.replicas import names_of
 from paceline.train.optimizer import restored
 
@@ -22,7 +23,14 @@ from paceline.train.optimizer import restored
 class SavedOptimizer:
     """`state_dict` and `load_state_dict` of an optimizer whose number of groups may have changed."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        warn: Callable[[str], None],
+        cut: Cut | None = None,
+    ) -> None:
+        self._cut = cut  # where this member has parts of the tensors
         self._optimizer = optimizer
         self._model = model
         self._warn = warn
@@ -31,7 +39,8 @@ class SavedOptimizer:
         names = names_of(self._model)
         groups = [[names.get(id(p), "") for p in group["params"]] for group in self._optimizer.param_groups]
         trained = [names[id(p)] for p in self._model.parameters() if p.requires_grad]
-        return {**self._optimizer.state_dict(), "names": groups, "trained": trained}
+        whole = self._cut.state_of(self._optimizer) if self._cut else {}
+        return {**self._optimizer.state_dict(), **whole, "names": groups, "trained": trained}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         groups = self._optimizer.param_groups
@@ -50,7 +59,8 @@ class SavedOptimizer:
             given = list(zip(saved["param_names"], parameters)) if "param_names" in saved else parameters
             self._optimizer.add_param_group({"params": given, **options})
             restored(self._optimizer).append({id(p) for p in parameters})
-        self._optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        state = {key: state[key] for key in ("state", "param_groups")}
+        self._optimizer.load_state_dict(self._cut.load_optimizer(self._optimizer, state) if self._cut else state)
 
     def _set_trained(self, by_name: dict[str, torch.nn.Parameter], trained: set[str]) -> None:
         for train, done in (True, "trained"), (False, "frozen"):

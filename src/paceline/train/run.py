@@ -20,6 +20,7 @@ from paceline.core.settings import Settings
 from paceline.core.status import Status
 from paceline.data import Loader
 from paceline.data.uploads import Uploads
+from paceline.parallel import Cut, CutModel, cut_model
 from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
@@ -115,7 +116,7 @@ class Run:
             dealer=dealer,
             team=team,
             labels=labels,
-            place=lambda: (self.rank, self.size),
+            place=lambda: strategy.mesh.reader(self.rank) if isinstance(strategy, Cut) else (self.rank, self.size),
             asked=lambda loader: self._loop.asked(loader),
             owed=lambda: self._loop.window.open or strategy.owes,
             warn=self._warn,
@@ -180,6 +181,20 @@ class Run:
 
     # ---- what the loop uses
 
+    def model(self, model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        """This member's part of a model, where `--mesh` cuts replicas; else the model as it is.
+
+        Call it before the optimizer is made. A function that makes the model (`run.model(lambda: GPT(...))`) lets it be
+        larger than the memory of one member.
+        """
+        if isinstance(self._strategy, Cut):
+            model = cut_model(model, self._strategy.mesh, self._world.group, self.device, self.seed)
+            self._strategy.take(model, self._world)
+        elif not isinstance(model, torch.nn.Module):
+            torch.manual_seed(self.seed)
+            model = model().to(self.device)
+        return model
+
     def optimizer(self, optimizer: O, model: torch.nn.Module) -> O:
         """Make this optimizer part of the run: the same object, whose steps the members now take together.
 
@@ -191,9 +206,11 @@ class Run:
         self._strategy.attach(model, optimizer, self._world)
         if not any(m is model for m in self._models):
             self._models.append(model)
-            self._saver.add(f"{MODEL}{len(self._models) - 1}", model)
+            saved = CutModel(model, self._strategy) if isinstance(self._strategy, Cut) else model
+            self._saver.add(f"{MODEL}{len(self._models) - 1}", saved)
         self._optimizers.append(optimizer)
-        self._saver.add(f"optimizer.{len(self._optimizers) - 1}", SavedOptimizer(optimizer, model, self._warn))
+        cut = self._strategy if isinstance(self._strategy, Cut) else None
+        self._saver.add(f"optimizer.{len(self._optimizers) - 1}", SavedOptimizer(optimizer, model, self._warn, cut))
         self._status.set("ready")
         return optimizer
 

@@ -268,15 +268,18 @@ class Group:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return [row[:n].numpy().tobytes() for row, n in zip(self.all_gather(padded), lengths)]
 
-    def subgroup(self, ranks: Sequence[int]) -> Group | None:
-        """A group of some of these members (all members call this); None where this one is not among them."""
+    def subgroup(self, ranks: Sequence[int], name: str = "") -> Group | None:
+        """A group of some of these members; None where this one is not among them.
+
+        All members call this, so that they agree on its name; with a name of its own, those who are in it do.
+        """
         for rank in ranks:
             self._check(rank)
-        self._children += 1
+        self._children += not name
         if self.rank not in ranks:
             return None
         chosen = [self.ranks[r] for r in sorted(set(ranks))]
-        group = Group(self._wires, chosen, f"{self.name}/group-{self._children}")
+        group = Group(self._wires, chosen, f"{self.name}/{name or f'group-{self._children}'}")
         self._subgroups.append(group)
         return group
 

@@ -1,0 +1,389 @@
+"""The strategy of a run whose replicas are cut: the cut makes one gradient of the members of a replica, and the strategy
+beneath makes replicas agree, part by part.
+
+    backward          as PyTorch's parts do it; gradients end as parts, averaged over the members of a shard
+    end of backward   all members tell each other the weights of their batches, and what else they have to agree on;
+                      then the parts' gradients pass through the strategy as those of a model of their own, with the
+                      members that hold the same parts
+    optimizer.step()  the user's own, on parts
+
+A batch that is not full weighs less: the gradient that enters the model from the loss is multiplied by its weight, and
+the mean is divided by the mean weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.mesh import Mesh
+from paceline.parallel.pieces import Pieces, fill, like, local, whole
+from paceline.strategies import AllReduce, Local, Strategy, Tally, World
+from paceline.strategies.buckets import PACE, SAMPLES
+from paceline.transport.group import Group
+
+_WEIGHT, _WISH, _BAD = range(3)
+_WORDS = 3
+
+
+class Cut:
+    """Makes replicas agree that are cut; see `paceline.strategies.Strategy`."""
+
+    forgives = False
+    owes = False
+
+    def __init__(self, strategy: Strategy, mesh: Mesh) -> None:
+        if not isinstance(strategy, AllReduce | Local):
+            raise ConfigError(
+                f"--mesh {mesh.words} goes with allreduce and with strategies of local steps: servers hold whole tensors"
+            )
+        self.strategy, self.mesh = strategy, mesh
+        self._models: dict[int, _Part] = {}  # by id of the model
+        self._drives: dict[int, _Part] = {}  # by id of the optimizer
+        self._world: World | None = None
+        self._task = -1
+        self._kept: dict[int, dict[str, Any]] = {}  # by id of model or optimizer: all of its state, for a checkpoint
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.strategy.options
+
+    def take(self, model: nn.Module, world: World) -> None:
+        """A model was cut."""
+        self._world = world
+        self._models[id(model)] = _Part(model, self)
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+        part = self._models.get(id(model))
+        if part is None:
+            raise ConfigError(
+                f"--mesh {self.mesh.words} cuts models: write model = run.model(model) before the optimizer is made, and "
+                "give both to run.optimizer"
+            )
+        known = {id(p) for p in model.parameters()}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in known:
+                    raise ConfigError(
+                        f"the optimizer holds a parameter of shape {tuple(p.shape)} that the model has not, since it was "
+                        "cut: make the optimizer after model = run.model(model), from its parameters"
+                    )
+        if part.inside is None:
+            part.inside = _Inside(world, self._alike(world.group))
+            part.pieces = Pieces(model)
+        assert part.pieces
+        part.shadows[id(optimizer)] = shadow = _Shadow(optimizer, part.pieces)
+        self._drives[id(optimizer)] = part
+        self.strategy.attach(part.pieces, shadow, part.inside)
+
+    def _alike(self, group: Group) -> Group:
+        """The members that hold the same parts."""
+        made = [group.subgroup(ranks) for ranks in _unique(self.mesh.alike(r) for r in range(group.size))]
+        return next(each for each in made if each)
+
+    def extend(self, optimizer: torch.optim.Optimizer) -> None:
+        raise ConfigError("add_param_group: parameters of a model that is cut cannot be added in a run; give all at once")
+
+    # ---- a pass
+
+    def arm(self) -> None:
+        """A backward pass through a model that is cut is under way: have `reduced` called at its end."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._task = -1
+        self.reduced()
+
+    def reduced(self) -> None:
+        """End the pass of every model that is in one."""
+        for part in self._models.values():
+            if part.busy and part.inside and not part.inside.accumulating:
+                self._reduce(part)
+
+    def _reduce(self, part: _Part) -> None:
+        world, inside, pieces = self._world, part.inside, part.pieces
+        assert world and inside and pieces
+        part.busy = False
+        weight, part.weights = sum(part.weights) / len(part.weights), []
+        found = pieces.pull()
+        bad = next((n for n, (p, _) in pieces.of.items() if world.check_finite and not _finite(p.grad)), "")
+        shares = self._tell(world, weight, bool(bad))
+        mean = sum(shares) / len(shares)  # of those whose gradients the cut has averaged
+        if bad or world.check_finite:
+            self._report(world, bad)
+        for _, gradient in found if mean not in (0.0, 1.0) else ():
+            gradient.div_(mean)
+        inside.tally.weigh(mean)
+        if inside.group.size > 1 and found:
+            with torch.enable_grad():
+                torch.autograd.backward([p for p, _ in found], [g for _, g in found])
+            self.strategy.reduced()
+            pieces.push()
+        else:
+            world.passed += 1
+
+    def _tell(self, world: World, weight: float, bad: bool) -> list[float]:
+        """Tell all of this member's batch and wishes; the weights of the batches in the mean that the cut has made."""
+        group = world.group
+        mine = [weight, float(world.wish), float(bad), *([0.0] * PACE)]
+        mine[_WORDS : _WORDS + len(world.pace)] = world.pace
+        mine[_WORDS + SAMPLES] = world.tally.pending
+        rows = [row.tolist() for row in group.all_gather(torch.tensor(mine, dtype=torch.float64))]
+        world.granted = world.granted or any(row[_WISH] for row in rows)
+        world.paces = [x for row in rows for x in row[_WORDS:]]
+        world.weighed = sum(row[_WEIGHT] for row in rows)
+        at = self.mesh.at(group.rank)
+        return [row[_WEIGHT] for r, row in enumerate(rows) if self.mesh.at(r)._replace(shard=0) == at._replace(shard=0)]
+
+    def _report(self, world: World, bad: str) -> None:
+        told = [name.decode() for name in world.group.exchange(bad.encode())]
+        if where := ", ".join(f"parameter {name!r} on member {rank}" for rank, name in enumerate(told) if name):
+            raise PacelineError(
+                f"a gradient is not finite: {where}. Look at that member's batch and loss, lower the learning rate, "
+                "or clip; without --check-finite the step would have been applied"
+            )
+
+    # ---- steps
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> bool:
+        self._kept.clear()
+        part = self._drives[id(optimizer)]
+        if part.busy and part.inside:
+            part.inside.closing = True  # a window of accumulation ends with the step
+            self.reduced()
+            part.inside.closing = False
+        return self.strategy.finish(part.shadows[id(optimizer)].follow())
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.strategy.stepped(self._drives[id(optimizer)].shadows[id(optimizer)])
+
+    def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        for part in self._models.values():
+            if optimizer and id(optimizer) in part.shadows:
+                part.busy, part.weights = False, []
+                self.strategy.cleared(part.shadows[id(optimizer)])
+        if optimizer is None:
+            self.strategy.cleared()
+
+    def reading(self) -> Mapping[int, Sequence[int]]:
+        raise ConfigError(f"--mesh {self.mesh.words}: members of a replica compute together, and cannot have threads")
+
+    def wake(self) -> None:
+        self.strategy.wake()
+
+    def rest(self) -> None:
+        self.strategy.rest()
+
+    def regroup(self) -> None:
+        raise ConfigError(f"--mesh {self.mesh.words}: members of a replica cannot come and go")
+
+    # ---- between steps
+
+    def together(self, *, keep: bool = False, end: bool = False) -> None:
+        self.strategy.together(keep=keep, end=end)
+        for part in self._models.values():
+            self._agree_on_buffers(part)
+        if keep:
+            with self.strategy.showing():
+                self._keep_all()
+
+    def _agree_on_buffers(self, part: _Part) -> None:
+        """Buffers are those of the first of the members that have the same ones."""
+        assert self._world
+        at = self.mesh.at(self._world.group.rank)
+        if self._near is None:
+            groups = _unique(
+                [r for r in range(self.mesh.size) if self.mesh.at(r).stage == self.mesh.at(s).stage]
+                for s in range(self.mesh.size)
+            )
+            made = [self._world.group.subgroup(ranks) for ranks in groups]
+            self._near = made[at.stage]
+        assert self._near
+        for buffer in part.model.buffers():
+            self._near.broadcast(local(buffer))
+
+    _near: Group | None = None
+
+    def _keep_all(self) -> None:
+        """Put the parts together, tensor by tensor, on the first member."""
+        assert self._world
+        first = self._world.group.rank == 0
+        for part in self._models.values():
+            state = {name: _host(whole(t.detach()), first) for name, t in part.model.state_dict(keep_vars=True).items()}
+            for shadow in part.shadows.values():
+                self._kept[id(shadow.of)] = {
+                    "state": {
+                        i: {k: _host(whole(v), first) if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+                        for i, own in shadow.of.state_dict()["state"].items()
+                    }
+                }
+            self._kept[id(part.model)] = state
+
+    def state_of(self, part: Any) -> dict[str, Any]:
+        """All of the state of a model or optimizer, as `together(keep=True)` has put it together on the first member."""
+        return self._kept[id(part)]
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take this member's parts out of the whole."""
+        own = model.state_dict(keep_vars=True)
+        if odd := sorted(own.keys() ^ state.keys()):
+            raise RuntimeError(f"{odd[0]!r} is in only one of the model and its checkpoint")
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise RuntimeError(f"{name!r} has shape {tuple(tensor.shape)}, and {tuple(state[name].shape)} there")
+            fill(tensor, state[name])
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of an optimizer with this member's parts in the place of whole tensors."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return {
+            **state,
+            "state": {
+                i: {
+                    k: like(parameters[i], v) if isinstance(v, torch.Tensor) and v.shape == parameters[i].shape else v
+                    for k, v in own.items()
+                }
+                for i, own in state["state"].items()
+            },
+        }
+
+    def showing(self) -> contextlib.AbstractContextManager[None]:
+        return self.strategy.showing()
+
+    # ---- the rest is the strategy's
+
+    def readings(self) -> dict[str, Any]:
+        return self.strategy.readings()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # nothing that the strategy holds is the same on all: parts differ
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def own_state(self) -> dict[str, Any]:
+        mine = {"common": self.strategy.state_dict(), "own": self.strategy.own_state()}
+        return {"mesh": list(self.mesh), **mine}
+
+    def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """On another mesh the strategy begins anew, from the weights and the optimizer that the checkpoint has."""
+        if len(states) == 1 and states[0].get("mesh") == list(self.mesh):
+            self.strategy.load_state_dict(states[0]["common"])
+            self.strategy.load_own_state([states[0]["own"]])
+
+    def close(self, *, failed: bool = False) -> None:
+        self.strategy.close(failed=failed)
+
+
+class CutModel:
+    """A model as a checkpoint holds it: whole."""
+
+    def __init__(self, model: nn.Module, cut: Cut) -> None:
+        self._model, self._cut = model, cut
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._cut.state_of(self._model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._cut.load_model(self._model, state)
+
+
+class _Part:
+    """A model that is cut, on this member."""
+
+    def __init__(self, model: nn.Module, cut: Cut) -> None:
+        self.model = model
+        self.busy = False  # a pass has begun whose gradients the strategy has not seen
+        self.weights: list[float] = []  # of the passes whose gradients are being added up
+        self.inside: _Inside | None = None
+        self.pieces: Pieces | None = None
+        self.shadows: dict[int, _Shadow] = {}  # by id of the optimizer
+        self._pass = -1
+        self._cut = weakref.ref(cut)
+        model.register_forward_hook(self._forward)
+
+    def _forward(self, model: nn.Module, given: Any, out: Any) -> None:
+        if torch.is_grad_enabled() and self.inside:
+            for tensor in _tensors(out):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._enters)
+
+    def _enters(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A gradient comes into the model from the loss."""
+        cut = self._cut()
+        assert cut and cut._world
+        task = torch._C._current_graph_task_id()
+        if not self.busy or task != self._pass:
+            self._pass, self.busy = task, True
+            self.weights.append(cut._world.tally.take()[0])
+        cut.arm()
+        weight = self.weights[-1]
+        return None if weight == 1.0 else gradient * weight if weight else torch.zeros_like(gradient)
+
+
+class _Inside(World):
+    """The run as the members see it that hold the same parts."""
+
+    def __init__(self, world: World, group: Group) -> None:
+        self._run = world
+        self.closing = False
+        super().__init__(
+            group,
+            status=world.status,
+            tally=Tally(),
+            seed=world.seed,
+            tell=world.tell,
+            limit_s=world.limit_s,
+        )
+        self.listen = None
+
+    @property
+    def accumulating(self) -> bool:
+        return self._run.accumulating and not self.closing
+
+    @accumulating.setter
+    def accumulating(self, accumulating: bool) -> None:
+        pass  # the run says so
+
+
+class _Shadow(torch.optim.Optimizer):
+    """The user's optimizer as the strategy knows it: with parts instead of parameters, and its options of now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pieces: Pieces) -> None:
+        self.of = optimizer
+        part_of = {id(p): part for p, part in pieces.of.values()}
+        super().__init__([{**g, "params": [part_of[id(p)] for p in g["params"]]} for g in optimizer.param_groups], {})
+
+    def follow(self) -> _Shadow:
+        for mine, theirs in zip(self.param_groups, self.of.param_groups):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        return self
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("the user's own steps")
+
+
+def _tensors(out: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
+
+
+def _finite(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or bool(torch.isfinite(local(gradient)).all())
+
+
+def _host(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
+    return tensor.detach().to("cpu", copy=True) if keep else None
+
+
+def _unique(lists: Any) -> list[list[int]]:
+    return list(map(list, dict.fromkeys(map(tuple, lists))))

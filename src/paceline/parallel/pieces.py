@@ -1,0 +1,85 @@
+"""Parts of tensors: what this member has of a parameter that is cut, and the whole of it.
+
+What PyTorch cuts becomes a DTensor: a local tensor, and where it stands in the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This member's part, in the memory of the whole."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it; by all who have parts together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Take this member's part out of the whole."""
+    local(tensor).copy_(_part(tensor, whole))
+
+
+def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """A whole of the same shape, cut as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return whole.to(tensor.device)
+    part = _part(tensor, whole).to(tensor.device).clone()
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return whole[tuple(slice(start, start + length) for start, length in zip(offset, shape))]
+
+
+class Pieces(nn.Module):
+    """This member's parts as a model of their own, with the names of the whole and in the same memory: what the
+    strategy makes agree with the members that have the same parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.of = {name: (p, nn.Parameter(local(p.detach()), p.requires_grad)) for name, p in model.named_parameters()}
+        for number, (_, part) in enumerate(self.of.values()):
+            self.register_parameter(f"part_{number}", part)
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        return ((name, part) for name, (_, part) in self.of.items())
+
+    def pull(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts that have a gradient, with it. The gradients of the whole go to the parts' own."""
+        found = []
+        for p, part in self.of.values():
+            part.requires_grad_(p.requires_grad)
+            part.grad = None
+            if p.grad is not None:
+                found.append((part, local(p.grad)))
+        return found
+
+    def push(self) -> None:
+        """Gradients of the parts are those of the whole."""
+        for p, part in self.of.values():
+            if part.grad is None:
+                continue
+            if p.grad is None:
+                p.grad = like(p, part.grad) if not isinstance(p, DTensor) else _around(p, part.grad)
+            elif local(p.grad).data_ptr() != part.grad.data_ptr():
+                local(p.grad).copy_(part.grad)
+            part.grad = None
+
+
+def _around(p: DTensor, part: torch.Tensor) -> DTensor:
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

@@ -1,0 +1,48 @@
+"""Sharding: every tensor lies in parts on the members of a shard, and is put together when it is needed (ZeRO-3), by
+PyTorch's `fully_shard`.
+
+Layers that come several times (the elements of a ModuleList or Sequential) are put together one at a time; what is left
+of the model, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+_SMALL = 10_000  # parameters: what has fewer goes with what is around it
+
+
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """What is put together one at a time: the outermost lists of layers, element by element.
+
+    >>> [type(m).__name__ for m in layers(nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100)))]
+    ['Linear', 'Linear']
+    """
+    for module in [model] if isinstance(model, nn.Sequential) else model.children():
+        if isinstance(module, nn.Sequential | nn.ModuleList) and len(module) > 1:
+            yield from (m for m in module if sum(p.numel() for p in m.parameters()) >= _SMALL)
+        else:
+            yield from layers(module)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, offload: bool = False) -> None:
+    """Shard a model in place.
+
+    Args:
+        dtype: what is computed in; parameters stay as they are.
+        offload: parts lie in host memory, and are copied to the device when they are needed.
+    """
+    options: dict[str, Any] = {"mesh": mesh}
+    if dtype:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for layer in list(layers(model)):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
