@@ -93,7 +93,9 @@ def parse(text: str, size: int) -> Mesh:
         sizes[name] = int(number)
     needed = math.prod(sizes.values())
     if "replicate" in sizes and needed != size:
-        raise ConfigError(f"mesh {text!r} has {needed} members, and there are {size}: start {needed}, or leave replicate out")
+        raise ConfigError(
+            f"mesh {text!r} has {needed} members, and there are {size}: start {needed}, or leave replicate out"
+        )
     if size % needed:
         below = size // needed * needed
         which = f"{below} or {below + needed}" if below else f"{needed}"

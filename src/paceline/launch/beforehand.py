@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.core.mesh import parse
 from paceline.core.settings import Settings
 from paceline.launch import names
 
@@ -44,6 +45,18 @@ def check_fixed(settings: Settings) -> None:
         raise ConfigError(
             "--stragglers drop: members can leave only a run that goes on without them; give -n MIN:MAX, or use "
             "--stragglers tell or less"
+        )
+
+
+def check_mesh(settings: Settings, members: int, *, elastic: bool, served: bool) -> None:
+    """Refuse a mesh that does not fit the members, and what cannot be cut."""
+    mesh = parse(settings.mesh, members)
+    if mesh.stage > 1 or mesh.split > 1:
+        raise ConfigError(f"--mesh {mesh.words}: stages and splits are not there yet: use replicate and shard")
+    if mesh.cuts and (elastic or served):
+        kind = "-n MIN:MAX" if elastic else f"--strategy {settings.strategy}"
+        raise ConfigError(
+            f"--mesh {mesh.words} does not go with {kind}: all members of a replica are needed at every step"
         )
 
 

@@ -1,5 +1,5 @@
-"""The strategy of a run whose replicas are cut: the cut makes one gradient of the members of a replica, and the strategy
-beneath makes replicas agree, part by part.
+"""The strategy of a run whose replicas are cut: the cut makes one gradient of what the members of a replica have, and the
+strategy beneath makes replicas agree, part by part.
 
     backward          as PyTorch's parts do it; gradients end as parts, averaged over the members of a shard
     end of backward   all members tell each other the weights of their batches, and what else they have to agree on;
@@ -42,7 +42,7 @@ class Cut:
     def __init__(self, strategy: Strategy, mesh: Mesh) -> None:
         if not isinstance(strategy, AllReduce | Local):
             raise ConfigError(
-                f"--mesh {mesh.words} goes with allreduce and with strategies of local steps: servers hold whole tensors"
+                f"--mesh {mesh.words} goes with allreduce and with local steps: servers hold whole tensors"
             )
         self.strategy, self.mesh = strategy, mesh
         self._models: dict[int, _Part] = {}  # by id of the model
@@ -64,16 +64,16 @@ class Cut:
         part = self._models.get(id(model))
         if part is None:
             raise ConfigError(
-                f"--mesh {self.mesh.words} cuts models: write model = run.model(model) before the optimizer is made, and "
-                "give both to run.optimizer"
+                f"--mesh {self.mesh.words} cuts models: write model = run.model(model) before the optimizer is made, "
+                "and give both to run.optimizer"
             )
         known = {id(p) for p in model.parameters()}
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if id(p) not in known:
                     raise ConfigError(
-                        f"the optimizer holds a parameter of shape {tuple(p.shape)} that the model has not, since it was "
-                        "cut: make the optimizer after model = run.model(model), from its parameters"
+                        f"the optimizer holds a parameter of shape {tuple(p.shape)} that the model has not, since it "
+                        "was cut: make the optimizer after model = run.model(model), from its parameters"
                     )
         if part.inside is None:
             part.inside = _Inside(world, self._alike(world.group))
@@ -89,7 +89,9 @@ class Cut:
         return next(each for each in made if each)
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
-        raise ConfigError("add_param_group: parameters of a model that is cut cannot be added in a run; give all at once")
+        raise ConfigError(
+            "add_param_group: parameters of a model that is cut cannot be added in a run; give all at once"
+        )
 
     # ---- a pass
 
@@ -112,7 +114,9 @@ class Cut:
 
     def _reduce(self, part: _Part) -> None:
         world, inside, pieces = self._world, part.inside, part.pieces
-        assert world and inside and pieces
+        assert world
+        assert inside
+        assert pieces
         part.busy = False
         weight, part.weights = sum(part.weights) / len(part.weights), []
         found = pieces.pull()
@@ -230,7 +234,7 @@ class Cut:
             self._kept[id(part.model)] = state
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """All of the state of a model or optimizer, as `together(keep=True)` has put it together on the first member."""
+        """All of a model's or an optimizer's state, as `together(keep=True)` has put it together on the first."""
         return self._kept[id(part)]
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -321,7 +325,8 @@ class _Part:
     def _enters(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """A gradient comes into the model from the loss."""
         cut = self._cut()
-        assert cut and cut._world
+        assert cut
+        assert cut._world
         task = torch._C._current_graph_task_id()
         if not self.busy or task != self._pass:
             self._pass, self.busy = task, True

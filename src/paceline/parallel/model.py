@@ -8,19 +8,23 @@ member: layer after layer is made for real, cut, and its other parts are dropped
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
 from paceline.core.mesh import Mesh
 from paceline.parallel.pieces import fill
-from paceline.parallel.shard import shard
+from paceline.parallel.shard import layers, shard
 from paceline.strategies.replicas import make_equal
 from paceline.transport.group import Group
 from paceline.transport.torch_backend import with_torch
 from paceline.transport.torch_group import TorchGroup
+
+OFFLOADS = ("none", "parameters")
 
 
 def device_mesh(mesh: Mesh, group: Group, device: torch.device) -> DeviceMesh:
@@ -31,9 +35,22 @@ def device_mesh(mesh: Mesh, group: Group, device: torch.device) -> DeviceMesh:
 
 
 def cut_model(
-    given: nn.Module | Callable[[], nn.Module], mesh: Mesh, group: Group, device: torch.device, seed: int
+    given: nn.Module | Callable[[], nn.Module],
+    mesh: Mesh,
+    group: Group,
+    device: torch.device,
+    seed: int,
+    *,
+    recompute: bool = False,
+    offload: str = "none",
 ) -> nn.Module:
-    """Cut a model, or what a function makes, in place."""
+    """Cut a model, or what a function makes, in place; see `Run.model`."""
+    if offload not in OFFLOADS:
+        raise ConfigError(f"run.model(offload={offload!r}): {nearest(offload, OFFLOADS)}")
+    if offload != "none" and mesh.shard == 1:
+        raise ConfigError(
+            f"run.model(offload={offload!r}): parts lie in host memory where there are parts: --mesh shard=2"
+        )
     if isinstance(given, nn.Module):
         model = given.to(device) if device.type == "cpu" else given
         make_equal(group, dict(model.named_parameters()), dict(model.named_buffers()))
@@ -44,12 +61,33 @@ def cut_model(
             raise ConfigError(f"run.model(function): it returned a {type(model).__name__}, not an nn.Module")
         _check_initialisers(model)
     where = device_mesh(mesh, group, device)
+    if recompute:
+        recompute_layers(model)
     if mesh.shard > 1:
-        shard(model, where["shard"])
+        shard(model, where["shard"], offload=offload == "parameters")
     if not isinstance(given, nn.Module):
         model.to_empty(device=device)
         _initialise(model, device, seed)
     return model
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Forget what layers compute on the way forward, and compute it again on the way back."""
+    found = list(layers(model))
+    if not found:
+        raise ConfigError(
+            "run.model(recompute=True): no layers were found: put them into an nn.Sequential or nn.ModuleList, or use "
+            "torch.utils.checkpoint within the model"
+        )
+    for layer in found:
+        forward = layer.forward
+
+        def again(*args: Any, _forward: Callable[..., Any] = forward, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return _forward(*args, **named)
+            return checkpoint(_forward, *args, use_reentrant=False, **named)
+
+        layer.forward = again
 
 
 def _check_initialisers(model: nn.Module) -> None:

@@ -210,7 +210,9 @@ def _check_mesh(mesh: Mesh, place: Place, *, elastic: bool) -> None:
     """Refuse what cannot be cut."""
     if elastic or place.servers:
         kind = "-n MIN:MAX" if elastic else "servers"
-        raise ConfigError(f"--mesh {mesh.words} does not go with {kind}: all members of a replica are needed at every step")
+        raise ConfigError(
+            f"--mesh {mesh.words} does not go with {kind}: all members of a replica are needed at every step"
+        )
 
 
 def _check_elastic(strategy: Strategy, settings: Settings, least: int, most: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ def evaluate(
         with torch.no_grad():
             for batch, count in batches:
                 parts = batch if isinstance(batch, tuple | list) else (batch,)
-                for name, value in measure(*parts).items():
+                measured = measure(*parts)
+                for name, value in measured.items() if count else ():
                     total, weight = _sum(name, value, count)
                     old = sums.get(name, (0.0, 0.0))
                     sums[name] = (old[0] + total, old[1] + weight)
@@ -44,6 +45,20 @@ def evaluate(
         for module, training in modes:
             module.training = training
     return weighted_means(group, sums)
+
+
+def evenly(group: Group, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
+    """As many batches on all members, which hold one model together: whose own are over has its last one again, of no
+    samples."""
+    left, last = iter(batches), None
+    while True:
+        found = next(left, None)
+        if not any(map(int, group.all_gather(torch.tensor([found is not None])))):
+            return
+        last = found or last
+        if last is None:
+            raise ConfigError("run.evaluate: this member has no sample, and all are needed to call the model")
+        yield last[0], found[1] if found else 0
 
 
 def _sum(name: str, value: Any, count: int) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from paceline.core.settings import Settings
 from paceline.core.status import Status
 from paceline.data import Loader
 from paceline.data.uploads import Uploads
-from paceline.parallel import Cut, CutModel, cut_model
+from paceline.parallel import Cut, CutModel, cut_model, recompute_layers
 from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
@@ -181,19 +181,38 @@ class Run:
 
     # ---- what the loop uses
 
-    def model(self, model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        """This member's part of a model, where `--mesh` cuts replicas; else the model as it is.
+    def model(
+        self,
+        model: torch.nn.Module | Callable[[], torch.nn.Module],
+        *,
+        recompute: bool = False,
+        offload: str = "none",
+    ) -> torch.nn.Module:
+        """This member's part of a model, where `--mesh` cuts replicas; else the model, on the run's device.
 
         Call it before the optimizer is made. A function that makes the model (`run.model(lambda: GPT(...))`) lets it be
         larger than the memory of one member.
+
+        Args:
+            recompute: what layers compute is not kept for the backward pass, but computed again: less memory, a third
+                more to compute. Layers are the elements of the model's lists (ModuleList, Sequential).
+            offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
         """
         if isinstance(self._strategy, Cut):
-            model = cut_model(model, self._strategy.mesh, self._world.group, self.device, self.seed)
+            kinds = {"recompute": recompute, "offload": offload}
+            model = cut_model(model, self._strategy.mesh, self._world.group, self.device, self.seed, **kinds)
             self._strategy.take(model, self._world)
-        elif not isinstance(model, torch.nn.Module):
+            return model
+        if offload != "none":
+            raise ConfigError(
+                f"run.model(offload={offload!r}): parts lie in host memory where there are: --mesh shard=2"
+            )
+        if not isinstance(model, torch.nn.Module):
             torch.manual_seed(self.seed)
-            model = model().to(self.device)
-        return model
+            model = model()
+        if recompute:
+            recompute_layers(model)
+        return model.to(self.device)
 
     def optimizer(self, optimizer: O, model: torch.nn.Module) -> O:
         """Make this optimizer part of the run: the same object, whose steps the members now take together.
@@ -363,11 +382,13 @@ class Run:
 
         def everyone(group: Group) -> dict[str, float]:
             here = group.ranks_here if isinstance(group, HubGroup) else range(group.size)
+            cut = self._strategy if isinstance(self._strategy, Cut) else None
+            rank, size = cut.mesh.reader(group.rank) if cut else (here.index(group.rank), len(here))
             loader = Loader(
                 dataset,
                 batch_size=batch_size,
-                rank=here.index(group.rank),
-                size=len(here),
+                rank=rank,
+                size=size,
                 device=self.device,
                 seed=self.seed,
                 shuffle=False,
@@ -376,7 +397,7 @@ class Run:
                 **options,
             )
             batches = ((batch, loader.last_real) for batch in loader)
-            return metrics.evaluate(group, measure, batches, self._models)
+            return metrics.evaluate(group, measure, metrics.evenly(group, batches) if cut else batches, self._models)
 
         with self._strategy.showing():
             result = self._world.do(everyone)

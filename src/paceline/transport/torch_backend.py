@@ -282,7 +282,9 @@ def _work(lane: queue.SimpleQueue[_Behind | None]) -> None:
 
 def _fill(tensor: torch.Tensor, came: torch.Tensor) -> None:
     if came.shape != tensor.shape or came.dtype != tensor.dtype:
-        raise RuntimeError(f"{came.dtype} of shape {tuple(came.shape)} came where {tensor.dtype} of {tuple(tensor.shape)} was due")
+        raise RuntimeError(
+            f"{came.dtype} of shape {tuple(came.shape)} came where {tensor.dtype} of {tuple(tensor.shape)} was due"
+        )
     with torch.no_grad():
         tensor.copy_(came)
 

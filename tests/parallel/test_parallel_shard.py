@@ -1,0 +1,129 @@
+"""Replicas that are cut into shards: what they equal, what a member holds, and how checkpoints pass between meshes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Every member trains a whole copy beside its part, on the batches of all: both must stay equal.
+EQUAL = """
+import copy, sys, torch, paceline
+from torch import nn
+from torch.nn import functional as F
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
+}
+run = paceline.join(progress="off", checkpoint_keep=0)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(83, 10), torch.randint(7, (83,)))
+loader = run.loader(data, batch_size=8)
+made = nn.Sequential(nn.Linear(10, 133), nn.BatchNorm1d(133), nn.ReLU(), nn.Linear(133, 101), nn.Linear(101, 7)).eval()
+sides = []
+for name, make in OPTIMIZERS.items():
+    whole = copy.deepcopy(made)
+    part = run.model(copy.deepcopy(made), recompute=name == "adamw")
+    optimizer = run.optimizer(make(part.parameters()), part)
+    sides.append((name, part, optimizer, whole, make(whole.parameters())))
+held = sum(p.to_local().numel() for p in part.parameters()) / sum(p.numel() for p in whole.parameters())
+for epoch in run.epochs(3):
+    for a, b in loader:
+        real = loader.last_real
+        everyone = run.group.all_gather(F.pad(torch.cat([a, b[:, None].float()], 1), (0, 0, 0, 8 - len(a))))
+        counts = [int(n) for n in run.group.all_gather(torch.tensor([real]))]
+        rows = torch.cat([batch[:n] for batch, n in zip(everyone, counts)])
+        for name, part, optimizer, whole, other in sides:
+            optimizer.zero_grad()
+            F.cross_entropy(part(a)[:real] if real else part(a), b[:real] if real else b).backward()
+            other.zero_grad()
+            F.cross_entropy(whole(rows[:, :10]), rows[:, 10].long()).backward()
+            norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.7) for m in (part, whole)]
+            torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+            optimizer.step()
+            other.step()
+for name, part, optimizer, whole, other in sides:
+    pairs = zip(part.parameters(), whole.parameters())
+    apart = max(float((p.full_tensor() - q).detach().abs().max()) for p, q in pairs)
+    assert apart < 2e-6, (name, apart)
+    ours = run.evaluate(lambda a, b: {"loss": F.cross_entropy(part(a), b, reduction="none")}, data, batch_size=20)
+    with torch.no_grad():
+        theirs = float(F.cross_entropy(whole(data.tensors[0]), data.tensors[1]))
+    assert abs(ours["loss"] - theirs) < 1e-5, (ours, theirs)
+print(f"EQUAL {run.rank} {held:.3f}", flush=True)
+"""
+
+TRAINED = """
+import sys, torch, paceline
+from torch import nn
+from torch.nn import functional as F
+
+run = paceline.join(progress="off")
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 10), torch.randint(7, (64,)))
+loader = run.loader(data, batch_size=16 // run.size)
+model = run.model(nn.Sequential(nn.Linear(10, 133), nn.ReLU(), nn.Linear(133, 101), nn.Linear(101, 7)))
+optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+for epoch in run.epochs(int(sys.argv[1])):
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
+"""
+
+
+def run(tmp_path: Path, script: str, *args: str, more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "paceline", "run", *args, "train.py", *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=os.environ, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("members", "mesh"),
+    [
+        ("2", "shard=2"),
+        pytest.param("4", "shard=2", marks=pytest.mark.slow),
+        pytest.param("4", "replicate=1,shard=4", marks=pytest.mark.slow),
+    ],
+)
+def test_it_equals_a_single_process(members: str, mesh: str, tmp_path: Path) -> None:
+    done = run(tmp_path, EQUAL, "-n", members, "--mesh", mesh)
+    assert done.returncode == 0, done.stderr
+    told = [line.split("EQUAL ")[1].split() for line in done.stdout.splitlines() if "EQUAL " in line]
+    assert len(told) == int(members)
+    share = 1 / int(mesh.rsplit("=", 1)[1])
+    assert all(float(held) == pytest.approx(share, abs=0.03) for _, held in told)
+
+
+@pytest.mark.slow
+def test_checkpoints_pass_between_meshes_bit_by_bit(tmp_path: Path) -> None:
+    """Each loads what the first had written, and trains nothing."""
+    meshes = [("2", "shard=2"), ("4", "shard=2"), ("1", ""), ("4", "shard=4"), ("2", "")]
+    states = []
+    for members, mesh in meshes:
+        done = run(tmp_path, TRAINED + SAVED, "-n", members, "--mesh", mesh, "--name", "it", more=("1",))
+        assert done.returncode == 0, done.stderr
+        states.append(torch.load(tmp_path / "state.pt"))
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+
+
+SAVED = """
+run._strategy.together(keep=True)  # as before a checkpoint
+kept = {}
+if run.is_first:
+    for name, part in run._saver.parts.items():
+        if name.startswith(("model", "optimizer")):
+            saved = part.state_dict()
+            if name.startswith("optimizer"):
+                saved = {f"{i}.{k}": v for i, own in saved["state"].items() for k, v in own.items()}
+            kept |= {f"{name}.{key}": value for key, value in saved.items()}
+    torch.save(kept, "state.pt")
+"""
