@@ -1,4 +1,4 @@
-"""The strategy of a run whose replicas are cut: the cut makes one gradient of what the members of a replica have, and the
+"""The strategy of a run whose replicas are cut: the cut makes one gradient of what a replica's members have, and the
 strategy beneath makes replicas agree, part by part.
 
     backward          as PyTorch's parts do it; gradients end as parts, averaged over the members of a shard
@@ -320,7 +320,7 @@ class _Part:
         if torch.is_grad_enabled() and self.inside:
             for tensor in _tensors(out):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._enters)
+                    tensor.register_hook(self._enters)  # type: ignore[no-untyped-call]
 
     def _enters(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """A gradient comes into the model from the loss."""
@@ -374,7 +374,7 @@ class _Shadow(torch.optim.Optimizer):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         return self
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise AssertionError("the user's own steps")
 
 

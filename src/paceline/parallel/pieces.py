@@ -61,7 +61,7 @@ class Pieces(nn.Module):
 
     def pull(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parts that have a gradient, with it. The gradients of the whole go to the parts' own."""
-        found = []
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p, part in self.of.values():
             part.requires_grad_(p.requires_grad)
             part.grad = None

@@ -199,8 +199,15 @@ class Run:
             offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
         """
         if isinstance(self._strategy, Cut):
-            kinds = {"recompute": recompute, "offload": offload}
-            model = cut_model(model, self._strategy.mesh, self._world.group, self.device, self.seed, **kinds)
+            model = cut_model(
+                model,
+                self._strategy.mesh,
+                self._world.group,
+                self.device,
+                self.seed,
+                recompute=recompute,
+                offload=offload,
+            )
             self._strategy.take(model, self._world)
             return model
         if offload != "none":

@@ -16,10 +16,12 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from paceline.core.errors import ConfigError
 from paceline.transport.group import Group
@@ -47,7 +49,7 @@ def with_torch(group: Group) -> None:
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
     _run = group
-    dist.init_process_group(NAME, store=dist.HashStore(), rank=group.rank, world_size=group.size)
+    dist.init_process_group(NAME, store=HashStore(), rank=group.rank, world_size=group.size)
 
 
 def without_torch() -> None:
@@ -120,7 +122,10 @@ class _Behind(dist.Work):
         return self._over.is_set()
 
 
-class OwnGroup(dist.ProcessGroup):
+_Base: Any = dist.ProcessGroup  # whose overloads differ between versions
+
+
+class OwnGroup(_Base):  # type: ignore[misc]
     """A group of ours, as torch.distributed knows groups."""
 
     def __init__(self, group: Group, timeout: timedelta) -> None:
@@ -213,8 +218,8 @@ class OwnGroup(dist.ProcessGroup):
         self, out: torch.Tensor, mine: torch.Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
     ) -> _Done:
         count = self._group.size
-        given = list(mine.split(sizes or [len(mine) // count] * count))
-        taken = list(out.split(out_sizes or [len(out) // count] * count))
+        given = list(torch.split(mine, sizes or [len(mine) // count] * count))
+        taken = list(torch.split(out, out_sizes or [len(out) // count] * count))
         return self.alltoall(taken, given, opts)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> _Done:
@@ -252,10 +257,10 @@ class OwnGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> _Behind:
         mine = [tensor.detach() for tensor in tensors]
-        return self._behind("to", to, lambda: [self._group.send(tensor, to) for tensor in mine])
+        return self._behind("to", to, lambda: _each(partial(self._group.send, to=to), mine))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> _Behind:
-        return self._behind("from", source, lambda: [_fill(tensor, self._group.recv(source)) for tensor in tensors])
+        return self._behind("from", source, lambda: _each(lambda t: _fill(t, self._group.recv(source)), tensors))
 
     def _behind(self, direction: str, peer: int, task: Callable[[], object]) -> _Behind:
         lane = self._lanes.get((direction, peer))
@@ -278,6 +283,11 @@ class OwnGroup(dist.ProcessGroup):
 def _work(lane: queue.SimpleQueue[_Behind | None]) -> None:
     while work := lane.get():
         work.run()
+
+
+def _each(do: Callable[[torch.Tensor], None], tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        do(tensor)
 
 
 def _fill(tensor: torch.Tensor, came: torch.Tensor) -> None:
