@@ -127,3 +127,53 @@ if run.is_first:
             kept |= {f"{name}.{key}": value for key, value in saved.items()}
     torch.save(kept, "state.pt")
 """
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["-n", "3", "--mesh", "shard=2"], "needs a multiple of 2 members, and there are 3: start 2 or 4"),
+        (["-n", "2", "--mesh", "shards=2"], "unknown dimension 'shards': did you mean 'shard'?"),
+        (["-n", "2:4", "--mesh", "shard=2"], "--mesh replicate=2,shard=2 does not go with -n MIN:MAX"),
+        (["-n", "2", "--mesh", "shard=2", "--strategy", "async"], "--mesh shard=2 does not go with --strategy async"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(args: list[str], said: str, tmp_path: Path) -> None:
+    done = run(tmp_path, TRAINED, *args, more=("1",))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_that_does_not_cut_its_model_is_told_how(tmp_path: Path) -> None:
+    done = run(tmp_path, TRAINED.replace("run.model(", "("), "-n", "2", "--mesh", "shard=2", more=("1",))
+    assert "write model = run.model(model) before the optimizer is made" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["allreduce", "local(every=2)", "diloco(every=2)"])
+def test_replicas_agree_by_any_strategy(strategy: str, tmp_path: Path) -> None:
+    """Replicas of two members each end as whole replicas do that train on the same batches."""
+    script = TRAINED.replace("batch_size=16 // run.size", "batch_size=4") + SAVED
+    ended = []
+    for members, mesh in (("4", "shard=2"), ("2", "")):
+        text = script if mesh else script.replace("batch_size=4", "batch_size=8")
+        done = run(
+            tmp_path, text, "-n", members, "--mesh", mesh, "--strategy", strategy, "--name", f"n{members}", more=("2",)
+        )
+        assert done.returncode == 0, done.stderr
+        ended.append(torch.load(tmp_path / "state.pt"))
+    for name, value in ended[0].items():
+        torch.testing.assert_close(value, ended[1][name], rtol=1e-4, atol=2e-6)
+
+
+def test_a_function_makes_a_model_part_by_part(tmp_path: Path) -> None:
+    """The same weights on any mesh, though no member has ever had all of them."""
+    script = TRAINED.replace("run.model(nn.", "run.model(lambda: nn.") + SAVED
+    ended = []
+    for mesh in ("shard=2", "replicate=2"):
+        done = run(tmp_path, script, "-n", "2", "--mesh", mesh, "--name", mesh[0], more=("0",))
+        assert done.returncode == 0, done.stderr
+        ended.append(torch.load(tmp_path / "state.pt"))
+    assert ended[0]["model.0.0.weight"].std() > 0.1
+    assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())

@@ -55,11 +55,7 @@ def cut_model(
         model = given.to(device) if device.type == "cpu" else given
         make_equal(group, dict(model.named_parameters()), dict(model.named_buffers()))
     else:
-        with torch.device("meta"):
-            model = given()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"run.model(function): it returned a {type(model).__name__}, not an nn.Module")
-        _check_initialisers(model)
+        model = _outline(given)
     where = device_mesh(mesh, group, device)
     if recompute:
         recompute_layers(model)
@@ -68,6 +64,23 @@ def cut_model(
     if not isinstance(given, nn.Module):
         model.to_empty(device=device)
         _initialise(model, device, seed)
+    return model
+
+
+def whole_model(make: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
+    """What a function makes, with the weights that it has on any mesh."""
+    model = _outline(make).to_empty(device=device)
+    _initialise(model, device, seed)
+    return model
+
+
+def _outline(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model without memory."""
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"run.model(function): it returned a {type(model).__name__}, not an nn.Module")
+    _check_initialisers(model)
     return model
 
 

@@ -20,7 +20,7 @@ from paceline.core.settings import Settings
 from paceline.core.status import Status
 from paceline.data import Loader
 from paceline.data.uploads import Uploads
-from paceline.parallel import Cut, CutModel, cut_model, recompute_layers
+from paceline.parallel import Cut, CutModel, cut_model, recompute_layers, whole_model
 from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
@@ -215,8 +215,7 @@ class Run:
                 f"run.model(offload={offload!r}): parts lie in host memory where there are: --mesh shard=2"
             )
         if not isinstance(model, torch.nn.Module):
-            torch.manual_seed(self.seed)
-            model = model()
+            model = whole_model(model, self.device, self.seed)
         if recompute:
             recompute_layers(model)
         return model.to(self.device)
