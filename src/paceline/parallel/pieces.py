@@ -1,6 +1,7 @@
 """Parts of tensors: what this member has of a parameter that is cut, and the whole of it.
 
-What PyTorch cuts becomes a DTensor: a local tensor, and where it stands in the whole.
+What PyTorch cuts becomes a DTensor: a local tensor, and where it stands in the whole. Its package takes a second to
+import, and is not imported for runs that cut nothing.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "_local_tensor")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This member's part, in the memory of the whole."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of it; by all who have parts together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_cut(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -31,18 +34,17 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 
 def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """A whole of the same shape, cut as `tensor` is."""
-    if not isinstance(tensor, DTensor):
+    if not is_cut(tensor):
         return whole.to(tensor.device)
-    part = _part(tensor, whole).to(tensor.device).clone()
-    return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return _around(tensor, _part(tensor, whole).to(tensor.device).clone())
 
 
 def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
+    if not is_cut(tensor):
         return whole
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
     return whole[tuple(slice(start, start + length) for start, length in zip(offset, shape))]
 
 
@@ -75,11 +77,15 @@ class Pieces(nn.Module):
             if part.grad is None:
                 continue
             if p.grad is None:
-                p.grad = like(p, part.grad) if not isinstance(p, DTensor) else _around(p, part.grad)
+                p.grad = _around(p, part.grad) if is_cut(p) else part.grad
             elif local(p.grad).data_ptr() != part.grad.data_ptr():
                 local(p.grad).copy_(part.grad)
             part.grad = None
 
 
-def _around(p: DTensor, part: torch.Tensor) -> DTensor:
-    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+def _around(tensor: Any, part: torch.Tensor) -> torch.Tensor:
+    """A part that is cut as `tensor` is."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())

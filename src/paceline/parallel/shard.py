@@ -7,7 +7,6 @@ of the model, all at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,20 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-_SMALL = 10_000  # parameters: what has fewer goes with what is around it
-
-
-def layers(model: nn.Module) -> Iterator[nn.Module]:
-    """What is put together one at a time: the outermost lists of layers, element by element.
-
-    >>> [type(m).__name__ for m in layers(nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100)))]
-    ['Linear', 'Linear']
-    """
-    for module in [model] if isinstance(model, nn.Sequential) else model.children():
-        if isinstance(module, nn.Sequential | nn.ModuleList) and len(module) > 1:
-            yield from (m for m in module if sum(p.numel() for p in m.parameters()) >= _SMALL)
-        else:
-            yield from layers(module)
+from paceline.parallel.layers import layers
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, offload: bool = False) -> None:

@@ -44,6 +44,7 @@ from paceline.train.tensorboard import tensorboard_sink
 from paceline.transport.address import split_address
 from paceline.transport.group import Group, solo
 from paceline.transport.hub import HubGroup
+from paceline.transport.torch_backend import without_torch
 from paceline.transport.torch_group import TorchGroup, own_gpu_each
 from paceline.transport.wires import Wires, own_address
 
@@ -191,7 +192,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     end = team.close if team else group.close  # a team's first group may be long gone
 
     def close() -> None:
-        for closer in [*(desk.close for desk in desks), end]:
+        for closer in [*(desk.close for desk in desks), without_torch, end]:
             closer()
         for closer in [*(w.close for w in wires), *closers]:
             closer()

@@ -20,7 +20,7 @@ from paceline.core.settings import Settings
 from paceline.core.status import Status
 from paceline.data import Loader
 from paceline.data.uploads import Uploads
-from paceline.parallel import Cut, CutModel, cut_model, recompute_layers, whole_model
+from paceline.parallel import Cut, CutModel, recompute_layers, whole_model
 from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
@@ -199,6 +199,8 @@ class Run:
             offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
         """
         if isinstance(self._strategy, Cut):
+            from paceline.parallel.model import cut_model
+
             model = cut_model(
                 model,
                 self._strategy.mesh,

@@ -1,0 +1,71 @@
+"""Models that a function makes: first without memory, then with weights, module by module.
+
+What `reset_parameters` gives, from the run's seed and the number of the module, is the same on any mesh, and no member
+has more of it at a time than one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigError
+from paceline.parallel.pieces import fill
+
+
+def whole_model(make: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
+    """What a function makes, with the weights that it has on any mesh."""
+    model = outline(make).to_empty(device=device)
+    initialise(model, device, seed)
+    return model
+
+
+def outline(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model without memory."""
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"run.model(function): it returned a {type(model).__name__}, not an nn.Module")
+    _check_initialisers(model)
+    return model
+
+
+def _check_initialisers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if own and not callable(getattr(module, "reset_parameters", None)):
+            raise ConfigError(
+                f"run.model(function): {name or 'the model'!r} ({type(module).__name__}) has {own[0][0]!r} and no "
+                "reset_parameters(), so it cannot be made part by part: give it one, or give run.model the model itself"
+            )
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Module by module: make all of it, take this member's part."""
+    state = torch.random.get_rng_state()
+    for number, module in enumerate(model.modules()):
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        if not own:
+            continue
+        parts = (module._parameters.copy(), module._buffers.copy())
+        try:
+            for name, tensor in own.items():
+                made = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if name in module._parameters:
+                    module._parameters[name] = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                else:
+                    module._buffers[name] = made
+            torch.manual_seed(seed * 1_000_003 + number)
+            module.reset_parameters()  # type: ignore[operator]
+            whole = dict(module._parameters) | dict(module._buffers)
+        finally:
+            module._parameters.update(parts[0])
+            module._buffers.update(parts[1])
+        for name, tensor in own.items():
+            made_ = whole[name]
+            assert made_ is not None
+            fill(tensor, made_.detach().to(device))
+    torch.random.set_rng_state(state)
