@@ -8,6 +8,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.launch import names
+from paceline.parallel.precision import make_precision
 
 _OF_ROUNDS = ("quorum", "overlap", "warmup", "inner", "median", "trimmed", "post_local")  # worth importing torch for
 # Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
@@ -17,6 +18,7 @@ _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
 def check(settings: Settings) -> None:
     """ConfigError where members of these settings could not begin to train on this host."""
     check_strategy(settings.strategy, settings.codec)
+    make_precision(settings.precision).check(settings)
     check_device(settings.device)
 
 

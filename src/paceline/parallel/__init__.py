@@ -1,0 +1,1 @@
+"""How one replica is cut: what its numbers are and where its parts lie. How replicas agree is for `strategies`."""
