@@ -10,6 +10,7 @@ has their masters: see `masters`.
 from __future__ import annotations
 
 import copy
+import copyreg
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Cast:
         return self._scaled(self.scaling, model, kind, args, kwargs)
 
     # The swapped parameters are for the model's own frames: those are compiled, this one is not.
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def _scaled(self, scaling: Scaling, model: torch.nn.Module, kind: type, args: Any, kwargs: Any) -> Any:
         with scaling.within(model, args, kwargs) as within:
             with self.context():
@@ -72,7 +73,7 @@ def cast(model: torch.nn.Module, how: Cast) -> None:
         )
     if "_paceline_cast" not in vars(own):
         own.__class__ = _CLASSES.setdefault(kind, _subclass(kind))
-    own._paceline_cast = how  # type: ignore[assignment]
+    own._paceline_cast = how
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,11 +97,9 @@ def _subclass(kind: Any) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Pickled, it is an object of its own class."""
-        made = list(kind.__reduce_ex__(self, protocol))
-        made[1] = tuple(kind if part is type(self) else part for part in made[1])
-        if len(made) > 2 and isinstance(made[2], dict):
-            made[2] = {key: value for key, value in made[2].items() if key != "_paceline_cast"}
-        return tuple(made)
+        state = kind.__reduce_ex__(self, protocol)[2]
+        plain = {key: value for key, value in state.items() if key != "_paceline_cast"}
+        return copyreg._reconstructor, (kind, object, None), plain  # type: ignore[attr-defined]
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         """A copy computes alike."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
@@ -78,7 +78,7 @@ def _with_weights(kind: Kind) -> Callable[..., Precision]:
     return make
 
 
-def _fp16(scale: float = SCALE, every: int = EVERY) -> Precision:
+def _fp16(scale: Any = SCALE, every: int = EVERY) -> Precision:
     if scale == "weights":
         raise ConfigError(
             "precision fp16(weights): parameters in fp16 would lose small gradients for good; use bf16(weights)"

@@ -66,9 +66,9 @@ class Scaling:
             return p
         if p not in self._watched:
             self._watched.add(p)
-            p.register_hook(self._check_within)
+            p.register_hook(self._check_within)  # type: ignore[no-untyped-call]
         view = p.view_as(p)
-        view.register_hook(lambda grad: grad * (1.0 / scale))
+        view.register_hook(lambda grad: grad * (1.0 / scale))  # type: ignore[no-untyped-call]
         return view
 
     def began(self) -> None:
@@ -149,7 +149,7 @@ class _Multiply(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if ctx.note is not None:
             ctx.note.began()
         return grad * ctx.by, None, None
@@ -177,7 +177,7 @@ def _swapped(model: torch.nn.Module, view: Any) -> Iterator[None]:
             if isinstance(module, torch.nn.RNNBase):  # it has a list of them
                 flat.append((module, module._flat_weights, module._flat_weight_refs))
         for parameters, name, p in taken:
-            parameters[name] = views[id(p)]  # type: ignore[assignment]
+            parameters[name] = views[id(p)]
         for rnn, weights, _ in flat:
             rnn._flat_weights = [views.get(id(w), w) for w in weights]
             rnn._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in rnn._flat_weights]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.parallel.scaling import Scaling
 from paceline.strategies.replicas import names_of
 from paceline.train.optimizer import restored
 
@@ -22,16 +23,24 @@ from paceline.train.optimizer import restored
 class SavedOptimizer:
     """`state_dict` and `load_state_dict` of an optimizer whose number of groups may have changed."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        warn: Callable[[str], None],
+        scaling: Scaling | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._model = model
         self._warn = warn
+        self._scaling = scaling  # of the losses of fp16
 
     def state_dict(self) -> dict[str, Any]:
         names = names_of(self._model)
         groups = [[names.get(id(p), "") for p in group["params"]] for group in self._optimizer.param_groups]
         trained = [names[id(p)] for p in self._model.parameters() if p.requires_grad]
-        return {**self._optimizer.state_dict(), "names": groups, "trained": trained}
+        state = {**self._optimizer.state_dict(), "names": groups, "trained": trained}
+        return {**state, "scaling": self._scaling.state_dict()} if self._scaling else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         groups = self._optimizer.param_groups
@@ -51,6 +60,8 @@ class SavedOptimizer:
             self._optimizer.add_param_group({"params": given, **options})
             restored(self._optimizer).append({id(p) for p in parameters})
         self._optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        if self._scaling and "scaling" in state:
+            self._scaling.load_state_dict(state["scaling"])
 
     def _set_trained(self, by_name: dict[str, torch.nn.Parameter], trained: set[str]) -> None:
         for train, done in (True, "trained"), (False, "frozen"):

@@ -27,6 +27,7 @@ from paceline.environment import Place, detect
 from paceline.membership import Meeting, meet
 from paceline.membership.line import Line
 from paceline.membership.orders import Arrive
+from paceline.parallel.precision import make_precision
 from paceline.server.dealing import Dealer
 from paceline.server.outside.desk import Desk
 from paceline.strategies import AllReduce, Local, Strategy, choose, make_strategy, words_of
@@ -102,6 +103,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     device = _device(agreed.device, place)
     chosen, said = _strategy(strategy, agreed)
     agreed = agreed.with_(strategy=words_of(chosen))
+    _check_precision(chosen, agreed)
     status = Status(directory / "status" / f"rank-{place.rank}", place.host, place.labels)
     group, dealer, team = solo(), None, None
     rate = partial(factor, agreed.lr_rule if line else "keep", most=place.size)
@@ -284,6 +286,16 @@ def _check_words(settings: Settings) -> None:
         if (word := getattr(settings, kind)) not in known:
             raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
     make_strategy(settings.strategy, settings.codec)
+    make_precision(settings.precision).check(settings)
+
+
+def _check_precision(strategy: Strategy, settings: Settings) -> None:
+    if make_precision(settings.precision).weights and not isinstance(strategy, AllReduce):
+        raise ConfigError(
+            f"precision {settings.precision} and strategy {settings.strategy}: float32 masters are with the member "
+            "whose optimizer steps, while here the parameters themselves are what members agree on, and in bf16 small "
+            f"steps would be lost. Use {settings.precision.partition('(')[0]}, or the strategy allreduce"
+        )
 
 
 def _form(wires: Wires, workers: int, transport: str, device: torch.device) -> Group:
