@@ -48,7 +48,7 @@ class Scaling:
         self.in_a_row = 0
         self._judged = ""  # what came of the last passes: "", "good" or "bad"
         self._passes: set[int] = set()  # backward passes through this model that are under way
-        self._watched: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters, by id
 
     # ---- forward and backward
 
@@ -64,8 +64,9 @@ class Scaling:
     def _view(self, scale: float, p: torch.nn.Parameter) -> torch.Tensor:
         if not p.requires_grad or not p.is_floating_point():
             return p
-        if p not in self._watched:
-            self._watched.add(p)
+        watched = self._watched.get(id(p))
+        if watched is None or watched() is not p:
+            self._watched[id(p)] = weakref.ref(p)
             p.register_hook(self._check_within)  # type: ignore[no-untyped-call]
         view = p.view_as(p)
         view.register_hook(lambda grad: grad * (1.0 / scale))  # type: ignore[no-untyped-call]
