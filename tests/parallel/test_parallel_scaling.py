@@ -94,7 +94,7 @@ class Tied(nn.Module):
 
 
 def test_shared_weights_and_recurrent_layers(join: Join) -> None:
-    _, optimizer, model = pair(join, model=Tied())
+    _, optimizer, model = pair(join, "fp16(scale=256)", Tied())
     plain, x = Tied(), torch.randint(7, (4, 5))
     for _ in range(2):
         optimizer.zero_grad()
