@@ -14,7 +14,7 @@ from paceline.train.join import _check_precision, make_strategy
 
 
 def test_the_command_line_knows_them_all() -> None:
-    assert names.PRECISIONS == tuple(precision._KNOWN)
+    assert tuple(precision._KNOWN) == names.PRECISIONS
 
 
 @pytest.mark.parametrize("words", ["fp32", "bf16", "bf16(weights)", "fp16", "fp16(scale=8)", "fp16(every=5)", "fp8"])
