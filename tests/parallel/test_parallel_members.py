@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.core.settings import Settings
+from paceline.launch.spec import Elastic
 from paceline.testing.cluster import Cluster
 
 SCRIPT = """
@@ -108,6 +109,50 @@ def test_members_stay_equal_and_resumed_is_uninterrupted(tmp_path: Path, precisi
     assert (whole[0]["scale"], whole[0]["skipped"]) == (parts[0]["scale"], parts[0]["skipped"])
     expected = ["torch.bfloat16", "torch.float32"] if precision == "bf16(weights)" else ["torch.float32"]
     assert whole[0]["dtypes"] == expected
+
+
+ELASTIC = """
+    import hashlib, os, signal, torch, paceline
+    from torch.nn import functional as F
+
+    run = paceline.join(progress="off", checkpoint_keep=0)
+    g = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(640, 8, generator=g), torch.randint(3, (640,), generator=g))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.02), model)
+    loader = run.loader(data, batch_size=8)
+    mark = run.dir / "killed"
+    for epoch in run.epochs(3):
+        for x, y in loader:
+            if run.size < 2 and run.step > 60:  # waits for the one that comes
+                import time; time.sleep(0.05)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            (loss * (1e9 if run.step == 5 else 1)).backward()
+            optimizer.step()
+            if run.rank == 1 and run.step == 30 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+    scaling = run._precise.scaling(optimizer)
+    scale = (scaling.scale, scaling.good, scaling.skipped) if scaling else ()
+    state = [*model.state_dict().values(), *(s["exp_avg"] for s in optimizer.state.values())]
+    bits = hashlib.sha256(b"".join(v.numpy().tobytes() for v in state)).hexdigest()
+    print("END", run.size, {str(v.dtype) for v in state}, *scale, bits)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16(weights)", "fp16(scale=1024)"])
+def test_one_that_comes_gets_masters_and_scale_from_the_others(tmp_path: Path, precision: str) -> None:
+    settings = Settings(root=str(tmp_path), name="a", precision=precision)
+    elastic = Elastic(least=1, most=2, replacements=1, standbys=1)
+    done = Cluster(2, elastic=elastic).run(ELASTIC, settings=settings, limit_s=120.0)
+    ends = [(d.rank, line) for d in done for line in d.output.splitlines() if line.startswith("END ")]
+    assert (tmp_path / "a" / "killed").exists()
+    assert {rank for rank, _ in ends} == {0, 1}, done  # of the second one, the process that came
+    assert len({line for _, line in ends}) == 1, done
+    assert ends[0][1].startswith("END 2 {'torch.float32'}")
+    assert ("512.0" in ends[0][1]) == precision.startswith("fp16")
 
 
 DIGITS = """

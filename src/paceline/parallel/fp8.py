@@ -96,6 +96,8 @@ def _rows(m: Scaled) -> Scaled:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, emulated: bool) -> torch.Tensor:
     """As F.linear, in fp8; the result is bf16."""
+    if not x.numel():  # which has no largest number
+        return torch.nn.functional.linear(x.bfloat16(), weight.bfloat16(), None if bias is None else bias.bfloat16())
     out = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, emulated)  # type: ignore[no-untyped-call]
     if bias is not None:
         out = out + bias.to(out.dtype)
