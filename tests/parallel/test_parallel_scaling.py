@@ -80,6 +80,93 @@ def test_a_model_behind_a_model_is_scaled_once(join: Join) -> None:
     close(second, plain_second)
 
 
+class Whole(nn.Module):
+    """Has a model of its own within, and calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = net(), nn.Linear(3, 3)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.eye(3) + 0.1)
+            self.head.bias.zero_()
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x))
+        return out + self(x * 0.5, 0) if depth else out
+
+
+def test_a_model_within_a_model_is_scaled_once(join: Join) -> None:
+    run, model, plain = join("fp16(scale=1024)"), Whole(), Whole()
+    body = run.optimizer(torch.optim.SGD(model.body.parameters(), lr=0.1), model)
+    head = run.optimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model.head)
+    x = torch.randn(5, 6)
+    for each in model, plain:
+        each(x).square().mean().backward()
+    close(model, plain)
+    model.zero_grad()
+    (model.head(torch.ones(1, 3)) * 1e9).sum().backward()  # by itself
+    head.step()
+    assert (scaling(run, head).scale, scaling(run, body).scale) == (512.0, 1024.0)
+    model.zero_grad()
+    (model(x) * 1e9).sum().backward()
+    head.step()
+    body.step()
+    assert scaling(run, body).scale == 512.0
+
+
+def test_what_the_scale_cannot_see_is_refused(join: Join) -> None:
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.distributions.Normal(self.body(x), 1.0)
+
+    _, _, model = pair(join, model=Hides())
+    with pytest.raises(ConfigError, match="through none of its outputs"):
+        model(torch.randn(5, 6)).mean.sum().backward()
+    _, _, model = pair(join)
+    x = torch.randn(5, 6, requires_grad=True)
+    with pytest.raises(ConfigError, match="gradients of gradients"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_outputs_may_be_changed_in_place(join: Join) -> None:
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            out = self.body(x)
+            return out, out.float().softmax(1)
+
+    _, _, model = pair(join, "fp16(scale=1024)", Same())
+    plain, x = Same(), torch.randn(5, 6)
+    for each in model, plain:
+        logits, likely = each(x)
+        logits /= 2.0
+        likely = likely.clone() if each is plain else likely  # which softmax itself needs
+        likely[:, 0] = 1.0
+        (logits.square().mean() + likely.square().sum()).backward()
+    close(model, plain)
+
+
+def test_steps_skipped_again_and_again_are_told_once(join: Join) -> None:
+    run, optimizer, model = pair(join)
+    for _ in range(25):
+        optimizer.zero_grad()
+        (model(torch.randn(5, 6)).mean() * torch.inf).backward()
+        optimizer.step()
+    run.close()
+    events = [json.loads(line) for line in (run.dir / "events" / "rank-0.jsonl").read_text().splitlines()]
+    told = [e["line"] for e in events if e["kind"] == "told"]
+    assert len(told) == 1
+    assert "the last 20 steps were skipped" in told[0]
+    assert sum(e["kind"] == "skipped" for e in events) == 25
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

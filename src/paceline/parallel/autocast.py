@@ -18,9 +18,8 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.parallel.masters import Masters
 from paceline.parallel.nested import each
-from paceline.parallel.scaling import Scaling
+from paceline.parallel.scaling import Scaling, full, under_way
 
-_HALVES = (torch.float16, torch.bfloat16)
 _CLASSES: dict[type, type] = {}
 
 
@@ -46,11 +45,15 @@ class Cast:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     def forward(self, model: torch.nn.Module, kind: type, args: Any, kwargs: Any) -> Any:
-        if self.scaling is None or not torch.is_grad_enabled():
+        scaling = self.scaling if torch.is_grad_enabled() else None
+        outer = under_way() if scaling else None
+        if scaling and outer is not scaling:
+            scaling.outer = outer
+        if scaling is None or outer:
             with self.context():
                 out = kind.forward(model, *args, **kwargs)  # type: ignore[attr-defined]
-            return each(out, _full)
-        return self._scaled(self.scaling, model, kind, args, kwargs)
+            return each(out, full)
+        return self._scaled(scaling, model, kind, args, kwargs)
 
     # The swapped parameters are for the model's own frames: those are compiled, this one is not.
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -58,26 +61,21 @@ class Cast:
         with scaling.within(model, args, kwargs) as within:
             with self.context():
                 out = kind.forward(model, *within.args, **within.kwargs)  # type: ignore[attr-defined]
-            return within.leave(each(out, _full))
+            return within.leave(out)
 
 
 def cast(model: torch.nn.Module, how: Cast) -> None:
     """Let the model's forward passes run as `how` says; again with another one: as that says."""
-    own = getattr(model, "_orig_mod", model)  # of torch.compile's, the module inside
-    kind = type(own)
-    if isinstance(own, torch.jit.ScriptModule) or "forward" in vars(own):
-        what = "a scripted module" if isinstance(own, torch.jit.ScriptModule) else "one whose forward was replaced"
+    kind = type(model)
+    if isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model):
+        what = "a scripted module" if isinstance(model, torch.jit.ScriptModule) else "one whose forward was replaced"
         raise ConfigError(
             f"precision: the model is {what}, which cannot be made to run under autocast. Give run.optimizer the plain "
             "module, or leave precision out and use torch.autocast in the script"
         )
-    if "_paceline_cast" not in vars(own):
-        own.__class__ = _CLASSES.setdefault(kind, _subclass(kind))
-    own._paceline_cast = how
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _HALVES else tensor
+    if "_paceline_cast" not in vars(model):
+        model.__class__ = _CLASSES.setdefault(kind, _subclass(kind))
+    model._paceline_cast = how
 
 
 def _subclass(kind: Any) -> type:

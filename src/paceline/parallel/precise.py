@@ -50,6 +50,7 @@ class Precise:
         """Make the model compute in this precision. All members have the same weights by now."""
         if self.precision.kind == "fp32":
             return
+        model = getattr(model, "_orig_mod", model)  # of torch.compile's, the module inside
         scaling = None
         if self.precision.scales:
             fresh = (model, Scaling(self.precision.scale, self.precision.every))

@@ -9,7 +9,7 @@ where they leave it, at its inputs and its parameters:
 So `loss`, `p.grad` and everything outside are what they always are: clipping, accumulation, penalties on weights,
 models behind models and codecs that keep residuals need to know nothing of S, and members may have unlike ones.
 Within a forward pass the model's parameters are views of themselves, whose gradients are divided; a use of a parameter
-outside of the pass is not in the region, and is not scaled either.
+outside of the pass is not in the region, and is not scaled either. A model within a model is part of its region.
 
 A gradient that is not finite is found before the optimizer's step: the step is skipped and S halved. After `every` good
 steps in a row S is doubled.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -32,6 +33,8 @@ from torch.autograd import Variable
 from paceline.core.errors import ConfigError
 from paceline.parallel.nested import each
 
+HALVES = (torch.float16, torch.bfloat16)
+_UNDER_WAY = threading.local()
 _SMALLEST = 2.0**-24
 _LARGEST = 2.0**24
 _PATIENCE = 20  # steps skipped in a row after which something else is wrong
@@ -46,6 +49,7 @@ class Scaling:
         self.good = 0  # steps since the scale was changed last
         self.skipped = 0
         self.in_a_row = 0
+        self.outer: Scaling | None = None  # of a model that has this one as a part, where that one scales
         self._judged = ""  # what came of the last passes: "", "good" or "bad"
         self._passes: set[int] = set()  # backward passes through this model that are under way
         self._watched: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters, by id
@@ -56,10 +60,14 @@ class Scaling:
     def within(self, model: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[Within]:
         """A forward pass: what goes in and the parameters lead out of the region on the way back."""
         scale = self.scale  # of this pass, in its backward pass too
-        enter = functools.partial(_scaled, by=1.0 / scale, note=None)
+        enter = functools.partial(_enter, scale=scale)
         inside = Within(self, scale, each(args, enter), each(kwargs, enter))
-        with _swapped(model, functools.partial(self._view, scale)):
-            yield inside
+        _UNDER_WAY.scaling = self
+        try:
+            with _swapped(model, functools.partial(self._view, scale)):
+                yield inside
+        finally:
+            _UNDER_WAY.scaling = None
 
     def _view(self, scale: float, p: torch.nn.Parameter) -> torch.Tensor:
         if not p.requires_grad or not p.is_floating_point():
@@ -69,11 +77,24 @@ class Scaling:
             self._watched[id(p)] = weakref.ref(p)
             p.register_hook(self._check_within)  # type: ignore[no-untyped-call]
         view = p.view_as(p)
-        view.register_hook(lambda grad: grad * (1.0 / scale))  # type: ignore[no-untyped-call]
+        view.register_hook(functools.partial(self._leaves, scale))  # type: ignore[no-untyped-call]
         return view
+
+    def _leaves(self, scale: float, grad: torch.Tensor) -> torch.Tensor:
+        if torch._C._current_graph_task_id() not in self._passes:
+            raise ConfigError(
+                "precision fp16: a backward pass came into the model, but through none of its outputs, so its "
+                "gradients are not scaled: return what the loss is made of from forward, as tensors or within tuples, "
+                "lists, mappings or dataclasses, or use bf16"
+            )
+        return grad * (1.0 / scale)
 
     def began(self) -> None:
         """A backward pass comes through the outputs."""
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "precision fp16: gradients of gradients (create_graph=True) would be scaled twice: use bf16 or fp32"
+            )
         self._judged = ""
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
@@ -94,6 +115,8 @@ class Scaling:
 
     def judge(self, good: bool) -> None:
         """A step was taken, or skipped: once for all optimizers that share a backward pass."""
+        if self.outer is not None:
+            self.outer.judge(good)
         if good:
             if not self._judged:
                 self._judged, self.in_a_row = "good", 0
@@ -127,7 +150,7 @@ class Within:
         self._scaling, self._scale = scaling, scale
 
     def leave(self, out: Any) -> Any:
-        return each(out, lambda tensor: _scaled(tensor, by=self._scale, note=self._scaling))
+        return each(out, functools.partial(_leave, scale=self._scale, scaling=self._scaling))
 
 
 def finite(gradients: Iterable[torch.Tensor | None]) -> bool:
@@ -141,25 +164,51 @@ def finite(gradients: Iterable[torch.Tensor | None]) -> bool:
     return all(bool(torch.isfinite(one)) for one in largest)
 
 
-class _Multiply(torch.autograd.Function):
-    """The same tensor, whose gradient is multiplied."""
+class _Enter(torch.autograd.Function):
+    """Into the region; another tensor, so that either may be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, by: float, note: Scaling | None) -> torch.Tensor:
-        ctx.by, ctx.note = by, note
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * (1.0 / ctx.scale), None
+
+
+class _Leave(torch.autograd.Function):
+    """Out of the region, as float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float, scaling: Scaling) -> torch.Tensor:
+        ctx.scale, ctx.scaling, ctx.dtype = scale, scaling, x.dtype
+        return x.float() if x.dtype in HALVES else x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.note is not None:
-            ctx.note.began()
-        return grad * ctx.by, None, None
+        ctx.scaling.began()
+        return (grad * ctx.scale).to(ctx.dtype), None, None
 
 
-def _scaled(tensor: torch.Tensor, *, by: float, note: Scaling | None) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+def _enter(tensor: torch.Tensor, *, scale: float) -> torch.Tensor:
+    return _Enter.apply(tensor, scale) if tensor.requires_grad else tensor  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _leave(tensor: torch.Tensor, *, scale: float, scaling: Scaling) -> torch.Tensor:
     if not tensor.requires_grad:
-        return tensor
-    return _Multiply.apply(tensor, by, note)  # type: ignore[no-any-return, no-untyped-call]
+        return full(tensor)
+    return _Leave.apply(tensor, scale, scaling)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def under_way() -> Scaling | None:
+    """Whose region this thread is in."""
+    found: Scaling | None = getattr(_UNDER_WAY, "scaling", None)
+    return found
 
 
 @contextlib.contextmanager
@@ -171,7 +220,7 @@ def _swapped(model: torch.nn.Module, view: Any) -> Iterator[None]:
     try:
         for module in model.modules():
             for name, p in module._parameters.items():
-                if isinstance(p, torch.nn.Parameter):  # else it is a view already: a model within itself
+                if p is not None:
                     if id(p) not in views:
                         views[id(p)] = view(p)
                     taken.append((module._parameters, name, p))
