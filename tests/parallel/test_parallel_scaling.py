@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 from paceline.core.errors import ConfigError
 from paceline.parallel.scaling import Scaling, finite
@@ -244,6 +245,30 @@ def test_several_optimizers_of_a_model_change_its_scale_once_a_pass(join: Join) 
         optimizer.step()
     assert scaling(run, both[0]) is scaling(run, both[1])
     assert (scaling(run, both[0]).scale, scaling(run, both[0]).skipped) == (32.0, 1)
+
+
+@pytest.mark.parametrize("precision", ["fp16(scale=1024)", "bf16(weights)"])
+def test_threads_of_a_member_compute_alike(join: Join, precision: str) -> None:
+    run, model, seen = join(precision), net(), []
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader = run.loader(TensorDataset(torch.randn(64, 6), torch.randint(3, (64,))), batch_size=8)
+
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def step() -> None:
+        norms.append(max(p.grad.abs().max().item() for p in model.parameters()))
+        optimizer.step()
+
+    norms: list[float] = []
+    before = [value.clone() for value in model.state_dict().values()]
+    for _ in run.epochs(1):
+        run.in_threads(2, loss_of, model, optimizer, loader, step)
+    assert set(seen) == {torch.float16 if "fp16" in precision else torch.bfloat16}
+    assert len(norms) == 8
+    assert 0 < max(norms) < 2.0
+    assert not any(map(torch.equal, model.state_dict().values(), before))
 
 
 def test_accumulated_passes_are_judged_together(join: Join) -> None:

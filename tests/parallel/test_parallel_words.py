@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import paceline
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
-from paceline.launch import names
+from paceline.launch import beforehand, names
 from paceline.parallel import precision
 from paceline.parallel.precision import make_precision
-from paceline.train.join import _check_precision, make_strategy
 
 
 def test_the_command_line_knows_them_all() -> None:
@@ -43,10 +43,12 @@ def test_mixes_that_cannot_be_right_are_refused(join) -> None:
     with pytest.raises(ConfigError, match="check_finite"):
         make_precision("fp16").check(Settings(check_finite=True))
     for strategy in "async", "sync", "diloco":
-        settings = Settings(precision="bf16(weights)", strategy=strategy)
         with pytest.raises(ConfigError, match="masters"):
-            _check_precision(make_strategy(strategy), settings)
-        _check_precision(make_strategy(strategy), settings.with_(precision="bf16"))
+            beforehand.check(Settings(precision="bf16(weights)", strategy=strategy))
+        beforehand.check(Settings(precision="bf16", strategy=strategy))
+    beforehand.check(Settings(precision="bf16(weights)", strategy="allreduce(bucket_mb=8)"))
+    with pytest.raises(ConfigError, match="masters"):
+        join("bf16(weights)", strategy=paceline.Async())
     run, model = join("fp16"), torch.nn.Linear(2, 2).half()
     with pytest.raises(ConfigError, match="float16"):
         run.optimizer(torch.optim.SGD(model.parameters()), model)

@@ -96,8 +96,9 @@ class _Held:
             return
         low = self.p.detach()
         rounded = self.master.to(low.dtype)
-        if not torch.equal(low, rounded):
-            self.master.copy_(torch.where(low == rounded, self.master, low.to(self.master.dtype)))
+        if low.device.type == "cpu" and torch.equal(low, rounded):
+            return  # a GPU would have to be waited for
+        self.master.copy_(torch.where(low == rounded, self.master, low.to(self.master.dtype)))
 
     def show(self) -> None:
         self.refresh()

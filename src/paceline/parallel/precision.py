@@ -50,6 +50,12 @@ class Precision:
                 "precision fp16 and check_finite: with a loss scale a gradient that is not finite is ordinary, and its "
                 "step is skipped; leave check_finite out, or use bf16"
             )
+        if self.weights and settings.strategy.partition("(")[0].strip() != "allreduce":
+            raise ConfigError(
+                f"precision {self.words} and strategy {settings.strategy}: float32 masters are with the member whose "
+                "optimizer steps, while here the parameters themselves are what members agree on, and in bf16 small "
+                f"changes of them would be lost. Use {self.kind}, or the strategy allreduce"
+            )
 
 
 def make_precision(text: str) -> Precision:

@@ -103,7 +103,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     device = _device(agreed.device, place)
     chosen, said = _strategy(strategy, agreed)
     agreed = agreed.with_(strategy=words_of(chosen))
-    _check_precision(chosen, agreed)
+    make_precision(agreed.precision).check(agreed)  # with the strategy that it has come to
     status = Status(directory / "status" / f"rank-{place.rank}", place.host, place.labels)
     group, dealer, team = solo(), None, None
     rate = partial(factor, agreed.lr_rule if line else "keep", most=place.size)
@@ -287,15 +287,6 @@ def _check_words(settings: Settings) -> None:
             raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
     make_strategy(settings.strategy, settings.codec)
     make_precision(settings.precision).check(settings)
-
-
-def _check_precision(strategy: Strategy, settings: Settings) -> None:
-    if make_precision(settings.precision).weights and not isinstance(strategy, AllReduce):
-        raise ConfigError(
-            f"precision {settings.precision} and strategy {settings.strategy}: float32 masters are with the member "
-            "whose optimizer steps, while here the parameters themselves are what members agree on, and in bf16 small "
-            f"steps would be lost. Use {settings.precision.partition('(')[0]}, or the strategy allreduce"
-        )
 
 
 def _form(wires: Wires, workers: int, transport: str, device: torch.device) -> Group:
