@@ -199,3 +199,25 @@ def test_parameters_may_be_added_and_trained_by_several_optimizers(words: str) -
     moved = (weights[0] - start).abs()
     for part in torch.split(moved, [p.numel() for p in net(0).parameters()]):
         assert float(part.max()) > 1e-3
+
+
+@pytest.mark.parametrize("words", ["local(every=1, average=loss)", "local(every=4, overlap=1, average=tokens)"])
+@pytest.mark.parametrize("before", [True, False])
+def test_rounds_that_are_a_step_apart_hear_what_is_logged_before_the_step_or_after(words: str, before: bool) -> None:
+    """With overlap, the run also ends right after a fragment was sent."""
+
+    def body(group: Group) -> torch.Tensor:
+        with closing(Member(group, make_strategy(words), net(group.rank))) as member:
+            listen, member.world.listen = member.world.listen, None
+            assert listen is not None
+            for step in range(8):
+                if not before:
+                    member.train(1)
+                listen({"loss": torch.tensor(1.0 + group.rank), "tokens": 8 * (1 + step)})
+                if before:
+                    member.train(1)
+            member.strategy.together(end=True)
+            return member.weights
+
+    first, second = together(2, body, hosts=["a", "b"])
+    assert torch.equal(first, second)
