@@ -389,9 +389,9 @@ class Local:
         """There are no rounds between sites then, in which the first member could tell the others what guests bring."""
         if self.plan.guests.most and self._sites and self._sites.count == 1 < world.group.size:
             raise ConfigError(
-                f"guests={self.plan.guests.words} with inner={self._inner_words}: all {world.group.size} members are one "
-                "site, so that there are no rounds in which guests could take part; leave inner out, or make two sites "
-                "with --label site-NAME"
+                f"guests={self.plan.guests.words} with inner={self._inner_words}: all {world.group.size} members are "
+                "one site, so that there are no rounds in which guests could take part; leave inner out, or make two "
+                "sites with --label site-NAME"
             )
 
     def _say_of_sites(self, world: World) -> None:
