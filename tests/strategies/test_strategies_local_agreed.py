@@ -73,9 +73,27 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.numpy().tobytes())
 
 
-@pytest.mark.parametrize(
-    "words", ["local(every=2)", "local(every=2, codec=quantize(8))", "local(every=2, average=median)"]
-)
+WORDS = ["local(every=2)", "local(every=2, codec=quantize(8))", "local(every=2, average=median)"]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_member_whose_statistics_are_not_finite_is_left_out_too(words: str) -> None:
+    def body(group: Group) -> torch.Tensor:
+        with closing(Member(group, make_strategy(words), Normed())) as member:
+            member.train(1)
+            if group.rank == 1:
+                member.model.norm.running_mean.fill_(torch.nan)
+            member.train(3)
+            member.strategy.together()
+            with member.strategy.showing():
+                return member.model.norm.running_mean.clone()
+
+    results = together(3, body)
+    assert all(torch.equal(mean, results[0]) for mean in results)
+    assert bool(torch.isfinite(results[0]).all())
+
+
+@pytest.mark.parametrize("words", WORDS)
 def test_a_member_that_is_not_finite_is_left_out_and_comes_back(words: str) -> None:
     told: list[str] = []
 
@@ -94,7 +112,7 @@ def test_a_member_that_is_not_finite_is_left_out_and_comes_back(words: str) -> N
     results = together(3, body)
     assert all(torch.equal(w, results[0]) for w in results)
     assert bool(torch.isfinite(results[0]).all())
-    assert "weights of member 1 have become infinite or nan" in told[0]
+    assert "weights or buffers of member 1 have become infinite or nan" in told[0]
 
     def checked(group: Group) -> None:
         with closing(Member(group, make_strategy(words), net(), check_finite=True)) as member:

@@ -232,7 +232,7 @@ class Rounds:
         changed = self.movers.note() if fragment == self.cuts - 1 else [False] * len(self.movers.now)
         total, count = self.heard.lately(fragment) if self.heard else (0.0, 0)
         seen = Seen(
-            sound=math.isfinite(squares),
+            sound=math.isfinite(squares) and (not any(changed) or self.movers.sound),
             samples=world.tally.drawn - self.drawn[fragment],
             tokens=total,
             loss=total / count if count else math.nan,
@@ -325,7 +325,9 @@ class Rounds:
 
     def _heal(self, bad: list[int]) -> None:
         """A member that was left out takes over all of what the others have, and begins anew."""
-        told = f"weights of member {', '.join(map(str, bad))} have become infinite or nan since the last round"
+        told = (
+            f"weights or buffers of member {', '.join(map(str, bad))} have become infinite or nan since the last round"
+        )
         if self.world.check_finite:
             raise PacelineError(f"{told}: lower the learning rate, clip, or look at its data")
         self.world.tell(f"{told}: they are left out, and it goes on with those of the others")
