@@ -75,7 +75,7 @@ def cast(model: torch.nn.Module, how: Cast) -> None:
         )
     if "_paceline_cast" not in vars(model):
         model.__class__ = _CLASSES.setdefault(kind, _subclass(kind))
-    model._paceline_cast = how
+    vars(model)["_paceline_cast"] = how
 
 
 def _subclass(kind: Any) -> type:

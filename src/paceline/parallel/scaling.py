@@ -196,7 +196,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _enter(tensor: torch.Tensor, *, scale: float) -> torch.Tensor:
-    return _Enter.apply(tensor, scale) if tensor.requires_grad else tensor  # type: ignore[no-any-return, no-untyped-call]
+    return _Enter.apply(tensor, scale) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
 
 def _leave(tensor: torch.Tensor, *, scale: float, scaling: Scaling) -> torch.Tensor:
