@@ -74,7 +74,7 @@ class Verdict(NamedTuple):
         >>> print(Verdict(0.0002, 0.003, 256.0))
         0.20 ms against 3.0 ms dense, 256x smaller: it pays
         >>> print(Verdict(0.09, 0.06, 8.0))
-        90 ms against 60 ms dense, 8x smaller: it is slower
+        90.0 ms against 60.0 ms dense, 8x smaller: it is slower
         """
         word = "it pays" if self.pays else "it is slower" if self.smaller > 1 else "it is not even smaller"
         return f"{_ms(self.train_s)} against {_ms(self.dense_s)} dense, {self.smaller:.3g}x smaller: {word}"
@@ -206,4 +206,5 @@ def _between(known: list[float], values: list[float], x: float) -> float:
 
 
 def _ms(taken: float) -> str:
-    return f"{taken * 1e3:.2g} ms" if taken >= 1e-3 else f"{taken * 1e3:.2f} ms"
+    digits = 2 if taken < 1e-3 else 1 if taken < 0.1 else 0
+    return f"{1e3 * taken:.{digits}f} ms"

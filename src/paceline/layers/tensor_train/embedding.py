@@ -28,7 +28,7 @@ class TTEmbedding(train.Train):
 
     >>> layer = TTEmbedding(50257, 768, rank=16)
     >>> layer(torch.tensor([[0, 50256]])).shape, 50257 * 768 // sum(p.numel() for p in layer.parameters())
-    (torch.Size([1, 2, 768]), 191)
+    (torch.Size([1, 2, 768]), 193)
     """
 
     def __init__(

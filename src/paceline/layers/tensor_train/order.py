@@ -22,6 +22,8 @@ from typing import NamedTuple
 from paceline.layers.tensor_train.shapes import Shape
 
 BLOCK_ELEMENTS = 1 << 19  # between two steps: 2 MB of float32, about one core's cache
+_LARGE = 1 << 22  # elements of a joined core, above which its memory comes fresh from the kernel each time
+_FRESH = 6.0  # how much longer an element of it takes
 
 
 class Rates(NamedTuple):
@@ -105,8 +107,12 @@ def _joining(shape: Shape, first: int, last: int, rates: Rates) -> float:
         r, p, q, right = shape.cores[k]
         total += _time(rates, 1, left * m * n, r, p * q * right)
         m, n = m * p, n * q
-        total += rates.call + 2 * left * m * n * right * rates.element
-    return total + rates.call + 2 * left * m * n * shape.ranks[last + 1] * rates.element
+        total += rates.call + _copying(left * m * n * right, rates)
+    return total + rates.call + _copying(left * m * n * shape.ranks[last + 1], rates)
+
+
+def _copying(elements: int, rates: Rates) -> float:
+    return 2 * elements * rates.element * (_FRESH if elements >= _LARGE else 1.0)
 
 
 def _orders(num: int, done: int) -> Iterator[tuple[tuple[int, int], ...]]:

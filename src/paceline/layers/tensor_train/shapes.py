@@ -47,7 +47,7 @@ def modes(size: int, num: int) -> tuple[int, ...]:
     """`num` factors, as even as possible and in rising order, whose product is `size` or a little more.
 
     >>> modes(4096, 2), modes(784, 2), modes(50257, 2), modes(10, 2), modes(4096, 3)
-    ((64, 64), (28, 28), (223, 226), (2, 5), (16, 16, 16))
+    ((64, 64), (28, 28), (213, 236), (2, 5), (16, 16, 16))
     """
     return min(_all(size, num), key=lambda found: (_badness(found, size), found))
 

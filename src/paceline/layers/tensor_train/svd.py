@@ -33,9 +33,9 @@ def decompose(matrix: Tensor, shape: Shape, error: float | None = None) -> list[
 
     >>> from paceline.layers.tensor_train.shapes import shape_of
     >>> w = torch.arange(24.0).reshape(4, 6)
-    >>> [tuple(core.shape) for core in decompose(w, shape_of(4, 6, 5))]
-    [(1, 2, 3, 5), (5, 2, 2, 1)]
-    >>> [tuple(core.shape) for core in decompose(w, shape_of(4, 6, 5), error=1e-5)]
+    >>> [tuple(core.shape) for core in decompose(w, shape_of(4, 6, 3))]
+    [(1, 2, 3, 3), (3, 2, 2, 1)]
+    >>> [tuple(core.shape) for core in decompose(w, shape_of(4, 6, 3), error=1e-5)]
     [(1, 2, 3, 2), (2, 2, 2, 1)]
     """
     if error is not None and not 0 <= error < 1:
@@ -88,27 +88,22 @@ def _as_tensor(matrix: Tensor, shape: Shape) -> Tensor:
 
 def _cut(matrix: Tensor, rank: int, allowed: float | None) -> tuple[Tensor, Tensor]:
     """U and Σ Vᵀ with at most `rank` columns, and with as few as drop at most `allowed` of the squares."""
-    total = matrix.double().square().sum().item()
     width = rank if allowed is None else min(rank, 32)
-    while True:
-        u, s, vh = _leading(matrix, width)
-        squares = s.double().square()
-        dropped = max(0.0, total - squares.sum().item())
-        if allowed is None or dropped <= allowed or width == rank:
-            break
+    u, s, vh, unseen = _leading(matrix, width)
+    while allowed is not None and unseen > allowed and width < rank:
         width = min(rank, 2 * width)
+        u, s, vh, unseen = _leading(matrix, width)
     if allowed is not None:
-        tails = dropped + squares.flip(0).cumsum(0).flip(0)  # dropped when s[k:] go
-        width = max(1, int((tails > allowed).sum()))
-    return u[:, :width], s[:width, None] * vh[:width]
+        tails = unseen + s.double().square().flip(0).cumsum(0).flip(0)  # what is dropped when s[k:] go
+        rank = min(rank, max(1, int((tails > allowed).sum())))
+    return u[:, :rank], s[:rank, None] * vh[:rank]
 
 
-def _leading(matrix: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The leading singular triplets."""
+def _leading(matrix: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """At least `width` leading singular triplets, and the squares of what is not among them."""
     shorter = min(matrix.shape)
     if shorter <= _EXACT_BELOW or 2 * (width + _OVERSAMPLED) >= shorter:
-        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-        return u[:, :width], s[:width], vh[:width]
+        return *torch.linalg.svd(matrix, full_matrices=False), 0.0
     generator = torch.Generator().manual_seed(_SEED)
     start = torch.randn(matrix.shape[1], width + _OVERSAMPLED, generator=generator, dtype=matrix.dtype)
     q = torch.linalg.qr(matrix @ start.to(matrix.device)).Q
@@ -116,7 +111,8 @@ def _leading(matrix: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         q = torch.linalg.qr(matrix.T @ q).Q
         q = torch.linalg.qr(matrix @ q).Q
     u, s, vh = torch.linalg.svd(q.T @ matrix, full_matrices=False)
-    return (q @ u)[:, :width], s[:width], vh[:width]
+    unseen = matrix.double().square().sum() - s.double().square().sum()
+    return q @ u, s, vh, max(0.0, unseen.item())
 
 
 def _balance(cores: list[Tensor]) -> None:
