@@ -1,8 +1,8 @@
 """A trained MLP, compressed and fine-tuned, for `bench.tensor_train`.
 
-Fashion-MNIST where Debian's package (or BENCH_DATA) has it, else scikit-learn's digits. Adam, the rate falls to zero by a
-cosine. The dense model goes on for as many epochs as the compressed one is fine-tuned. Both are given the same trials:
-one at each rate of `LEARNING_RATES` with the first seed, then the other seeds at the best.
+Fashion-MNIST where Debian's package (or BENCH_DATA) has it, else scikit-learn's digits. Adam, the rate falls to zero by
+a cosine. The dense model goes on for as many epochs as the compressed one is fine-tuned. Both are given the same
+trials: one at each rate of `LEARNING_RATES` with the first seed, then the other seeds at the best.
 """
 
 from __future__ import annotations

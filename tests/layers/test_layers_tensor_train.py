@@ -201,6 +201,11 @@ def test_the_cheapest_order_depends_on_the_batch() -> None:
         assert seconds(best, batch, Rates()) == min(seconds(p, batch, Rates()) for p in plans(many, batch))
 
 
+def test_another_device_does_a_whole_batch_at_once() -> None:
+    shape = shape_of(4096, 4096, 8)
+    assert plan(shape, 256).block < 256 <= plan(shape, 256, "cuda").block
+
+
 # ---- layers
 
 
@@ -298,7 +303,7 @@ def test_wrong_rows_are_told_of() -> None:
 def machine(layer_s: float = 1e-5) -> cost.Machine:
     """A made-up one, whose dense layer takes 1 ns for each weight and a hundred rows."""
     dense = tuple(tuple(side * side * 1e-9 * max(1, b / 100) for b in cost._BATCHES) for side in cost._SIDES)
-    return cost.Machine(layer_s, Rates(1e-6, 1e-7, 1e-11, 1e-10), dense)
+    return cost.Machine("cpu", layer_s, Rates(1e-6, 1e-7, 1e-11, 1e-10), dense)
 
 
 @pytest.fixture
@@ -547,3 +552,21 @@ def test_two_processes_train_one_layer_as_one_does() -> None:
     for member in Cluster(2).run(_train_apart):
         assert member.code == 0, member.output
         assert "apart by less than 1e-5: True 2" in member.output
+
+
+# ---- on a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_it_computes_and_is_calibrated_there() -> None:
+    layer = TTLinear(1024, 768, rank=8, device="cuda")
+    x = torch.randn(300, 1024, device="cuda", requires_grad=True)
+    given = torch.randn(300, 768, device="cuda")
+    ours = torch.autograd.grad(layer(x), [x, *layer.parameters()], given)
+    dense = torch.autograd.grad(nn.functional.linear(x, layer.weight, layer.bias), [x, *layer.parameters()], given)
+    for a, b in zip(ours, dense):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    words = TTEmbedding(1000, 64, rank=8, device="cuda")
+    index = torch.tensor([3, 999], device="cuda")
+    torch.testing.assert_close(words(index), words.weight[index], rtol=1e-3, atol=1e-3)
+    assert not verdict(64, 64, rank=64, batch=256, device="cuda").pays

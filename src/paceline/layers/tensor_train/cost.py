@@ -39,8 +39,9 @@ _LIMIT_S = 0.3  # of timing one thing at all
 
 
 class Machine(NamedTuple):
-    """What was measured here."""
+    """What was measured on a device of this kind."""
 
+    device: str
     layer_s: float
     rates: Rates
     dense_s: tuple[tuple[float, ...], ...]  # by side and batch
@@ -55,7 +56,7 @@ class Machine(NamedTuple):
 
     def train(self, shape: Shape, batch: int) -> float:
         """Seconds of the tensor train."""
-        return self.layer_s + seconds(plan(shape, batch), batch, self.rates)
+        return self.layer_s + seconds(plan(shape, batch, self.device), batch, self.rates)
 
 
 class Verdict(NamedTuple):
@@ -131,10 +132,10 @@ def _measure(device: torch.device, dtype: torch.dtype, training: bool) -> Machin
     for side, rank, batch in _TRAINS:
         layer = TTLinear(side, side, bias=False, rank=rank, device=device, dtype=dtype)
         times.append(seconds_of(layer, side, batch))
-        found = plan(layer.shape, batch)
+        found = plan(layer.shape, batch, device.type)
         rows.append([1.0, *(seconds(found, batch, unit) for unit in _units())])
     layer_s, *rates = _fit(rows, times)
-    return Machine(layer_s, Rates(*rates), tuple(dense))
+    return Machine(device.type, layer_s, Rates(*rates), tuple(dense))
 
 
 class _Work(NamedTuple):

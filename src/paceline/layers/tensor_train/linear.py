@@ -112,7 +112,7 @@ class TTLinear(train.Train):
             return F.linear(x, self.weight.to(x.dtype), bias)
         if self.in_features < self.shape.columns:
             flat = F.pad(flat, (0, self.shape.columns - self.in_features))
-        y = product(flat, cores, plan(self.shape, flat.shape[0]))[:, : self.out_features]
+        y = product(flat, cores, plan(self.shape, flat.shape[0], flat.device.type))[:, : self.out_features]
         y = y if bias is None else y + bias
         return y.reshape(*x.shape[:-1], self.out_features)
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from paceline.layers.tensor_train.shapes import Shape
 
-BLOCK_ELEMENTS = 1 << 19  # between two steps: 2 MB of float32, about one core's cache
+BLOCK_ELEMENTS = {"cpu": 1 << 19}  # between two steps: 2 MB of float32, about one core's cache
+_BLOCK_ELEMENTS = 1 << 26  # on other devices, where calls cost more than what a cache saves
 _LARGE = 1 << 22  # elements of a joined core, above which its memory comes fresh from the kernel each time
 _FRESH = 6.0  # how much longer an element of it takes
 
@@ -56,8 +57,8 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def plan(shape: Shape, batch: int, rates: Rates = Rates()) -> Plan:  # noqa: B008
-    """The cheapest plan for so many rows.
+def plan(shape: Shape, batch: int, device: str = "cpu") -> Plan:
+    """The cheapest plan for so many rows, on a kind of device.
 
     >>> from paceline.layers.tensor_train.shapes import shape_of
     >>> [(step.first, step.last) for step in plan(shape_of(1024, 4096, 8), 1).steps]
@@ -65,16 +66,17 @@ def plan(shape: Shape, batch: int, rates: Rates = Rates()) -> Plan:  # noqa: B00
     >>> plan(shape_of(64, 64, 8), 4096).dense
     True
     """
-    return min(plans(shape, batch), key=lambda found: seconds(found, batch, rates))
+    return min(plans(shape, batch, device), key=lambda found: seconds(found, batch, Rates()))
 
 
-def plans(shape: Shape, batch: int) -> Iterator[Plan]:
+def plans(shape: Shape, batch: int, device: str = "cpu") -> Iterator[Plan]:
     """All of them."""
+    room = BLOCK_ELEMENTS.get(device, _BLOCK_ELEMENTS)
     for order in _orders(len(shape.outs), 0):
         steps = _steps(shape, order)
         dense = len(steps) == 1
         widest = max(step.before * max(step.summed, step.made) * step.after for step in steps)
-        block = batch if dense else max(1, BLOCK_ELEMENTS // widest)
+        block = batch if dense else max(1, room // widest)
         yield Plan(shape, steps, block, dense)
 
 

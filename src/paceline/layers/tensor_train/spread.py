@@ -84,7 +84,7 @@ class SpreadTTLinear(train.Train):
             core if k in self._parted else _Given.apply(core, self._group)  # type: ignore[no-untyped-call]
             for k, core in enumerate(self.cores)
         ]
-        part = product(flat, cores, plan(self.shape, flat.shape[0]))[:, : self.out_features]
+        part = product(flat, cores, plan(self.shape, flat.shape[0], flat.device.type))[:, : self.out_features]
         y: Tensor = _Summed.apply(part, self._group)  # type: ignore[no-untyped-call]
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features)
