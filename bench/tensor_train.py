@@ -33,6 +33,7 @@ from bench.harness import Figure, Report, arguments, compare, interleave, middle
 from bench.team import Team
 from paceline.layers import TTLinear, verdict
 
+PARTS = ("time", "accuracy")
 SIDES = (1024, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 RANKS = (4, 8, 16, 32, 64)
@@ -69,14 +70,16 @@ def main() -> None:
     options = arguments(__doc__, _options)
     torch.set_num_threads(1)
     report = Report("bench.tensor_train")
-    began = time.perf_counter()
-    for both in (False, True):
-        verdict(1024, 1024, rank=8, batch=1, training=both)
-    report.note(f"calibration took {time.perf_counter() - began:.1f} s for forward and training together")
-    cells = _measure(options)
-    _add_rule(report, cells)
-    _add_times(report, cells)
-    _add_accuracy(report, quick=options.quick)
+    if "time" in options.parts:
+        began = time.perf_counter()
+        for both in (False, True):
+            verdict(1024, 1024, rank=8, batch=1, training=both)
+        report.note(f"calibration took {time.perf_counter() - began:.1f} s for forward and training together")
+        cells = _measure(options)
+        _add_rule(report, cells)
+        _add_times(report, cells)
+    if "accuracy" in options.parts:
+        _add_accuracy(report, quick=options.quick)
     if not options.tensorly_python:
         report.note("no tensorly: install bench/peers/tensorly.txt somewhere and name it with --tensorly-python")
     load = os.getloadavg()
@@ -87,6 +90,7 @@ def main() -> None:
 def _options(parser: argparse.ArgumentParser) -> None:
     default = os.environ.get("BENCH_TENSORLY_PYTHON", "")
     parser.add_argument("--tensorly-python", metavar="PATH", default=default, help="of an environment with tensorly")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which figures; default: all")
 
 
 # ---- time

@@ -318,6 +318,8 @@ def test_the_rule_follows_batch_size_and_rank() -> None:
     assert not verdict(64, 64, rank=2, batch=1).pays
     assert verdict(4096, 4096, rank=4, batch=1).train_s < verdict(4096, 4096, rank=32, batch=1).train_s
     assert not verdict(1024, 1024, rank=1024, batch=1)._replace(train_s=0.0).pays  # faster, but larger
+    joined = verdict(256, 256, rank=64, batch=4096)  # as a dense weight, which cannot be faster than that
+    assert joined.train_s >= joined.dense_s
     with pytest.raises(ConfigError, match="batch=0"):
         verdict(64, 64, rank=2, batch=0)
 

@@ -2,7 +2,7 @@
 
 Operations alone do not tell: a dense product of one row reads the weight once and computes next to nothing, one of four
 rows may take twice that, and a small layer is all calls. So both sides are calibrated, once for a process, device, type
-and number of threads (a second or two; with `training`, some more):
+and number of threads (a second or two; with `training`, five):
 
 - A tensor train takes `layer + (the model of order.py)`, whose five constants are fitted to a dozen layers of different
   sizes, ranks and batches by least squares of the relative error.
@@ -34,8 +34,8 @@ _TRAINS = (  # side, rank, batch
     (1024, 8, 1), (1024, 64, 2), (1024, 4, 64), (1024, 16, 32), (1024, 32, 128),
     (4096, 16, 1), (4096, 8, 8), (4096, 64, 4), (4096, 4, 64),
 )  # fmt: skip
-_ENOUGH_S = 0.02  # of timing one thing, after which three times are enough
-_LIMIT_S = 0.3  # of timing one thing at all
+_ROUNDS = 3
+_ENOUGH_S = 0.01  # of timing one thing in a round
 
 
 class Machine(NamedTuple):
@@ -102,7 +102,11 @@ def verdict(
     shape = shape_of(out_features, in_features, rank, num_cores)
     machine = calibrate(device, dtype, training=training)
     smaller = in_features * out_features / shape.num_elements
-    return Verdict(machine.train(shape, batch), machine.dense(in_features, out_features, batch), smaller)
+    dense_s = machine.dense(in_features, out_features, batch)
+    train_s = machine.train(shape, batch)
+    if plan(shape, batch, machine.device).dense:  # the dense layer, and more
+        train_s = max(train_s, dense_s)
+    return Verdict(train_s, dense_s, smaller)
 
 
 _known: dict[tuple[str, torch.dtype, int, bool], Machine] = {}
@@ -120,22 +124,25 @@ def calibrate(
 
 
 def _measure(device: torch.device, dtype: torch.dtype, training: bool) -> Machine:
-    def seconds_of(layer: nn.Module, side: int, batch: int) -> float:
-        x = torch.randn(batch, side, device=device, dtype=dtype).requires_grad_(training)
-        return _best(_Work(layer, x, training), device)
+    def work(layer: nn.Module, side: int, batch: int) -> _Work:
+        return _Work(layer, torch.randn(batch, side, device=device, dtype=dtype).requires_grad_(training), training)
 
-    dense = []
+    works, rows = [], []
     for side in _SIDES:
         linear = nn.Linear(side, side, bias=False, device=device, dtype=dtype)
-        dense.append(tuple(seconds_of(linear, side, batch) for batch in _BATCHES))
-    rows, times = [], []
+        works += [work(linear, side, batch) for batch in _BATCHES]
     for side, rank, batch in _TRAINS:
         layer = TTLinear(side, side, bias=False, rank=rank, device=device, dtype=dtype)
-        times.append(seconds_of(layer, side, batch))
+        works.append(work(layer, side, batch))
         found = plan(layer.shape, batch, device.type)
         rows.append([1.0, *(seconds(found, batch, unit) for unit in _units())])
-    layer_s, *rates = _fit(rows, times)
-    return Machine(device.type, layer_s, Rates(*rates), tuple(dense))
+    times = [math.inf] * len(works)
+    for _ in range(_ROUNDS):  # so that what else the machine does for a while does not fall on one of them alone
+        times = [min(known, _best(one, device)) for known, one in zip(times, works)]
+    layer_s, *rates = _fit(rows, times[-len(rows) :])
+    num = len(_BATCHES)
+    dense = tuple(tuple(times[num * k : num * (k + 1)]) for k in range(len(_SIDES)))
+    return Machine(device.type, layer_s, Rates(*rates), dense)
 
 
 class _Work(NamedTuple):
@@ -155,15 +162,14 @@ class _Work(NamedTuple):
 
 def _best(work: _Work, device: torch.device) -> float:
     """Seconds of the quickest of several times: what else the machine does can only add to it."""
-    work()
-    best, spent, times = math.inf, 0.0, 0
-    while spent < _LIMIT_S and (times < 3 or spent < _ENOUGH_S):
+    best, spent = math.inf, 0.0
+    while spent < _ENOUGH_S:
         _wait(device)
         began = time.perf_counter()
         work()
         _wait(device)
         taken = time.perf_counter() - began
-        best, spent, times = min(best, taken), spent + taken, times + 1
+        best, spent = min(best, taken), spent + taken
     return best
 
 
