@@ -73,6 +73,16 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.numpy().tobytes())
 
 
+@pytest.mark.parametrize("words", ["local(every=4)", "diloco(every=6, overlap=overlap(3, fragments=2))"])
+def test_counters_count_on_while_a_round_is_exchanged(words: str) -> None:
+    def body(group: Group) -> int:
+        with closing(Member(group, make_strategy(words), Normed())) as member:
+            member.train(17)
+            return int(member.model.norm.num_batches_tracked)
+
+    assert together(2, body) == [34, 34]  # two forward passes a step
+
+
 WORDS = ["local(every=2)", "local(every=2, codec=quantize(8))", "local(every=2, average=median)"]
 
 

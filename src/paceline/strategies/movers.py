@@ -93,12 +93,15 @@ class Movers:
 
     @torch.no_grad()
     def mix(self, merge: float) -> None:
-        """As parameters are mixed; counters become the first member's."""
+        """As parameters are mixed; counters become the first member's, with what was counted since they were sent."""
         for i, (b, agreed) in enumerate(zip(self.now, self._agreed)):
             if _same(b, agreed):
                 continue
-            if merge == 1.0 or (i in self._came and not b.is_floating_point()):
+            sent = self._sent[i] if i < len(self._sent) else b
+            if merge == 1.0:
                 b.copy_(agreed)
+            elif i in self._came and not b.is_floating_point():
+                b.copy_(agreed if b.dtype == torch.bool else agreed + (b - sent))
             elif i in self._came:
                 b.add_(agreed - b, alpha=merge)
         self._came.clear()
