@@ -135,6 +135,7 @@ if run.is_first:
         (["-n", "3", "--mesh", "shard=2"], "needs a multiple of 2 members, and there are 3: start 2 or 4"),
         (["-n", "2", "--mesh", "shards=2"], "unknown dimension 'shards': did you mean 'shard'?"),
         (["-n", "2:4", "--mesh", "shard=2"], "--mesh replicate=2,shard=2 does not go with -n MIN:MAX"),
+        (["-n", "2", "--mesh", "shard=2", "--precision", "fp16"], "precision fp16 and mesh shard=2"),
         (["-n", "2", "--mesh", "shard=2", "--strategy", "async"], "--mesh shard=2 does not go with --strategy async"),
     ],
 )
@@ -148,6 +149,18 @@ def test_what_does_not_fit_is_refused_before_anything_starts(args: list[str], sa
 def test_a_script_that_does_not_cut_its_model_is_told_how(tmp_path: Path) -> None:
     done = run(tmp_path, TRAINED.replace("run.model(", "("), "-n", "2", "--mesh", "shard=2", more=("1",))
     assert "write model = run.model(model) before the optimizer is made" in done.stderr
+
+
+@pytest.mark.slow
+def test_parts_compute_in_bf16_as_wholes_do(tmp_path: Path) -> None:
+    ended = []
+    for mesh in ("shard=2", ""):
+        args = ["-n", "2", "--mesh", mesh, "--precision", "bf16", "--name", mesh or "whole"]
+        done = run(tmp_path, TRAINED + SAVED, *args, more=("2",))
+        assert done.returncode == 0, done.stderr
+        ended.append(torch.load(tmp_path / "state.pt"))
+    for name, value in ended[0].items():
+        torch.testing.assert_close(value, ended[1][name], rtol=0.05, atol=0.02)
 
 
 @pytest.mark.slow

@@ -27,6 +27,9 @@ class Observer:
     def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._strategy.finish(optimizer)
 
+    def full(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def rate(self) -> float:
         return 1.0
 

@@ -101,6 +101,12 @@ SETTINGS = (
         names.codec,
         f'what travels between hosts: {", ".join(names.CODECS)}; with options "quantize(4), back=sign, warmup=100"',
     ),
+    Flag(
+        "precision",
+        "NAME",
+        names.precision,
+        f"what models compute in: {', '.join(names.PRECISIONS)}; bf16(weights): parameters in bf16 too",
+    ),
     Flag("name", "NAME", names.run, "of the run; a run of that name goes on where it stopped"),
     Flag("root", "DIR", str, "where run directories live"),
     Flag("fresh", "", bool, "start over although the run has checkpoints"),

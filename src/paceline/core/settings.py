@@ -18,6 +18,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     mesh: str = ""  # how replicas are cut, such as "shard=2"; see `paceline.core.mesh`
     servers: str = "auto"  # of the server strategies: auto, colocated, or how many processes
     codec: str = ""  # what travels between hosts instead of float32, such as "topk(0.01)"
+    precision: str = "fp32"  # what models compute in, such as "bf16"; see `paceline.parallel.precision`
     transport: str = "auto"  # auto, gloo, nccl
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     seed: int = 0

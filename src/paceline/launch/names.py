@@ -39,6 +39,7 @@ CODECS = (
     "threshold",
     "topk",
 )
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 TRANSPORTS = ("auto", "own", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 PROGRESS = ("auto", "rich", "plain", "off")
@@ -66,6 +67,14 @@ def codec(text: str) -> str:
     for part in first, behind.get("back", "none"):
         _called(part, CODECS, "codec")
     return text
+
+
+def precision(text: str) -> str:
+    """
+    >>> precision("bf16(weights)")
+    'bf16(weights)'
+    """
+    return _called(text, PRECISIONS, "precision")
 
 
 def _called(text: str, known: tuple[str, ...], kind: str) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.parallel import Cut
+from paceline.parallel.cut import Cut
+from paceline.parallel.scaling import Scaling
 from paceline.strategies.replicas import names_of
 from paceline.train.optimizer import restored
 
@@ -28,19 +29,22 @@ class SavedOptimizer:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         warn: Callable[[str], None],
+        scaling: Scaling | None = None,
         cut: Cut | None = None,
     ) -> None:
         self._cut = cut  # where this member has parts of the tensors
         self._optimizer = optimizer
         self._model = model
         self._warn = warn
+        self._scaling = scaling  # of the losses of fp16
 
     def state_dict(self) -> dict[str, Any]:
         names = names_of(self._model)
         groups = [[names.get(id(p), "") for p in group["params"]] for group in self._optimizer.param_groups]
         trained = [names[id(p)] for p in self._model.parameters() if p.requires_grad]
         whole = self._cut.state_of(self._optimizer) if self._cut else {}
-        return {**self._optimizer.state_dict(), **whole, "names": groups, "trained": trained}
+        state = {**self._optimizer.state_dict(), **whole, "names": groups, "trained": trained}
+        return {**state, "scaling": self._scaling.state_dict()} if self._scaling else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         groups = self._optimizer.param_groups
@@ -59,8 +63,10 @@ class SavedOptimizer:
             given = list(zip(saved["param_names"], parameters)) if "param_names" in saved else parameters
             self._optimizer.add_param_group({"params": given, **options})
             restored(self._optimizer).append({id(p) for p in parameters})
-        state = {key: state[key] for key in ("state", "param_groups")}
-        self._optimizer.load_state_dict(self._cut.load_optimizer(self._optimizer, state) if self._cut else state)
+        own = {key: state[key] for key in ("state", "param_groups")}
+        self._optimizer.load_state_dict(self._cut.load_optimizer(self._optimizer, own) if self._cut else own)
+        if self._scaling and "scaling" in state:
+            self._scaling.load_state_dict(state["scaling"])
 
     def _set_trained(self, by_name: dict[str, torch.nn.Parameter], trained: set[str]) -> None:
         for train, done in (True, "trained"), (False, "frozen"):

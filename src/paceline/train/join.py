@@ -29,7 +29,8 @@ from paceline.environment import Place, detect
 from paceline.membership import Meeting, meet
 from paceline.membership.line import Line
 from paceline.membership.orders import Arrive
-from paceline.parallel import Cut
+from paceline.parallel.cut import Cut
+from paceline.parallel.precision import make_precision
 from paceline.server.dealing import Dealer
 from paceline.server.outside.desk import Desk
 from paceline.strategies import AllReduce, Local, Strategy, choose, make_strategy, words_of
@@ -106,6 +107,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     device = _device(agreed.device, place)
     chosen, said = _strategy(strategy, agreed)
     agreed = agreed.with_(strategy=words_of(chosen))
+    make_precision(agreed.precision).check(agreed)  # with the strategy that it has come to
     status = Status(directory / "status" / f"rank-{place.rank}", place.host, place.labels)
     group, dealer, team = solo(), None, None
     rate = partial(factor, agreed.lr_rule if line else "keep", most=place.size)
@@ -301,6 +303,7 @@ def _check_words(settings: Settings) -> None:
         if (word := getattr(settings, kind)) not in known:
             raise ConfigError(f"unknown {kind} {word!r}: {nearest(word, known)}")
     make_strategy(settings.strategy, settings.codec)
+    make_precision(settings.precision).check(settings)
 
 
 def _form(wires: Wires, workers: int, transport: str, device: torch.device) -> Group:

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.events import Events
 from paceline.core.status import Status
 from paceline.data import Loader
+from paceline.parallel.precise import Precise
 from paceline.strategies import Local, Strategy, World
 from paceline.strategies.server import Served
 from paceline.train import metrics
@@ -59,11 +61,13 @@ class Loop:
         rate: Callable[[int], float],
         lead: Callable[[bool], object],
         stragglers: str = "tell",
+        precise: Precise,
     ) -> None:
         self.under_way = False  # within the loop over epochs
         self.window = Window(self._warn)
         self.quiet: Callable[[], object] | None = None  # waits for the threads that train now, where some do
         self._world = world
+        self._precise = precise
         self._strategy = strategy
         self._saver = saver
         self._meter = meter
@@ -107,6 +111,7 @@ class Loop:
     # ---- what the optimizer tells (train.optimizer.StepObserver)
 
     def own_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        spoilt = self._precise.scaling(optimizer) is not None and self._spoilt(optimizer)
         if not self._strategy.finish(optimizer):
             return False
         if self._team:
@@ -115,13 +120,39 @@ class Loop:
             except Interrupted as error:  # what this newcomer needs does not come
                 self._mend(error)
                 return False
-        return True
+        return not spoilt
+
+    def _spoilt(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a gradient is not finite: with all-reduce all members have the same ones by now, in sync they ask
+        each other; elsewhere they step by themselves, and so each skips its own."""
+        self._strategy.reduced()
+        served = isinstance(self._strategy, Served)
+        asks = isinstance(self._strategy, Served) and self._strategy.sync and not self._strategy.forgives
+        asks = asks and self._world.group.size > 1 and not self._world.replaces
+
+        def agree(mine: bool) -> bool:
+            if not asks:
+                return mine
+            return bool(self._world.do(lambda group: group.all_reduce(torch.tensor([float(mine)]), "max")).item())
+
+        return self._precise.spoilt(optimizer, agree, clear=served)
 
     def rate(self) -> float:
         return self._rate(self._world.group.size)
 
+    def full(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        return self._precise.full(optimizer)
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.window.open = False
+        if not self._world.dropped and (scaling := self._precise.stepped(optimizer)):
+            self._events.emit("skipped", step=self._meter.step + 1, scale=scaling.scale)
+            if scaling.hopeless:
+                self._world.tell(
+                    f"the last {scaling.in_a_row} steps were skipped, since gradients were not finite, and the loss "
+                    f"scale is down to {scaling.scale:g}: that is not for fp16 to mend. Look at the data and the loss, "
+                    "lower the learning rate, or use bf16"
+                )
         first = optimizer is self._optimizers[0]
         if isinstance(self._replica, Apart):
             report = self._meter.after_step() if first else None
@@ -166,6 +197,7 @@ class Loop:
 
     def group_added(self, optimizer: torch.optim.Optimizer) -> None:
         self._strategy.extend(optimizer)
+        self._precise.extend(optimizer)
 
     @property
     def healing(self) -> bool:

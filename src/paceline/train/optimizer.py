@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,9 @@ class StepObserver(Protocol):
 
     def rate(self) -> float:
         """How many times the learning rate the step is to have."""
+
+    def full(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Within it, parameters are as the optimizer's own step and state are to see them."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -93,9 +97,13 @@ def _subclass(kind: type) -> type:
             )
         observer: StepObserver = self._paceline
         if observer.own_step(self):
-            with scaled(self, observer.rate()):
+            with scaled(self, observer.rate()), observer.full(self):
                 kind.step(self)  # type: ignore[attr-defined]
         observer.after_step(self)
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        with self._paceline.full(self):  # state takes the dtype of its parameter
+            kind.load_state_dict(self, state_dict)  # type: ignore[attr-defined]
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         self._paceline.cleared(self)
@@ -117,6 +125,7 @@ def _subclass(kind: type) -> type:
     members = {
         "step": step,
         "zero_grad": zero_grad,
+        "load_state_dict": load_state_dict,
         "add_param_group": add_param_group,
         "__reduce_ex__": lambda self, protocol: reduce(self),
         "__module__": kind.__module__,

@@ -55,6 +55,7 @@ def page(history: History, run_dir: Path) -> str:
         f'<p class="facts">{html.escape(summary.pushed.line)}</p>' if summary.pushed else "",
         f'<p class="facts">{html.escape(summary.apart.line)}</p>' if summary.apart else "",
         f'<p class="facts">{html.escape(summary.called.line)}</p>' if summary.called else "",
+        f'<p class="facts">precision {html.escape(summary.cast.line)}</p>' if summary.cast else "",
         f'<p class="facts">codec {html.escape(summary.coded.line)}</p>' if summary.coded else "",
         f'<p class="advice">{html.escape(summary.advice)}</p>' if summary.advice else "",
         _section("Curves", _curves(history, keyed)),

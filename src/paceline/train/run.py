@@ -20,7 +20,11 @@ from paceline.core.settings import Settings
 from paceline.core.status import Status
 from paceline.data import Loader
 from paceline.data.uploads import Uploads
-from paceline.parallel import Cut, CutModel, recompute_layers, whole_model
+from paceline.parallel.cut import Cut, CutModel
+from paceline.parallel.layers import recompute_layers
+from paceline.parallel.outline import whole_model
+from paceline.parallel.precise import Precise
+from paceline.parallel.precision import make_precision
 from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
@@ -73,6 +77,7 @@ class Run:
         self.device = device
         self.seed = settings.seed
         self.labels = labels  # that this member was given
+        self._precise = Precise(make_precision(settings.precision), device)
         self._dealer = dealer
         if dealer:
             dealer.rest = strategy.rest
@@ -139,6 +144,7 @@ class Run:
             rate=rate,
             lead=lead,
             stragglers=settings.stragglers,
+            precise=self._precise,
         )
         if team and (accounts := self._loop.accounts):
             ending.others = lambda: (accounts.rows({id for id, _ in team.seated}, team.left), accounts.seconds)
@@ -229,15 +235,20 @@ class Run:
         """
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"run.optimizer(optimizer, model): model is a {type(model).__name__}, not an nn.Module")
+        self._precise.check(model)
         adopt(optimizer, self._loop)
         self._strategy.attach(model, optimizer, self._world)
+        self._precise.adopt(model, optimizer)
         if not any(m is model for m in self._models):
             self._models.append(model)
             saved = CutModel(model, self._strategy) if isinstance(self._strategy, Cut) else model
             self._saver.add(f"{MODEL}{len(self._models) - 1}", saved)
         self._optimizers.append(optimizer)
         cut = self._strategy if isinstance(self._strategy, Cut) else None
-        self._saver.add(f"optimizer.{len(self._optimizers) - 1}", SavedOptimizer(optimizer, model, self._warn, cut))
+        self._saver.add(
+            f"optimizer.{len(self._optimizers) - 1}",
+            SavedOptimizer(optimizer, model, self._warn, self._precise.scaling(optimizer), cut),
+        )
         self._status.set("ready")
         return optimizer
 
@@ -354,6 +365,10 @@ class Run:
         """Save these with every checkpoint: `run.track(scheduler=scheduler)`. Anything with a state_dict."""
         for name, part in parts.items():
             self._saver.add(name, part)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """For what a script computes outside of its models' forward passes: torch.autocast of the run's precision."""
+        return self._precise.autocast()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -490,7 +505,13 @@ class Run:
         return data_s, self._world.waited, self.group.sent_bytes + self._world.sent_bytes, self._tally.drawn
 
     def _totals(self) -> dict[str, Any]:
-        mine = {**self._meter.totals, **self._strategy.readings(), "rank": self.rank, "step": self._meter.step}
+        mine = {
+            **self._meter.totals,
+            **self._strategy.readings(),
+            **self._precise.readings(),
+            "rank": self.rank,
+            "step": self._meter.step,
+        }
         return self._loop.accounts.own(mine) if self._loop.accounts else mine
 
     def _finish(self) -> Mapping[str, Any]:

@@ -55,6 +55,8 @@ def table(summary: Summary) -> RenderableType:
         parts += ["", Text(summary.apart.line)]
     if summary.called:
         parts += ["", Text(summary.called.line)]
+    if summary.cast:
+        parts += ["", Text("precision " + summary.cast.line)]
     if summary.coded:
         parts += ["", Text("codec " + summary.coded.line)]
     if summary.advice:

@@ -75,6 +75,21 @@ class Coded(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Cast(msgspec.Struct, frozen=True, kw_only=True):
+    """What models computed in, where it was not float32; of members with unlike scales, the least."""
+
+    precision: str
+    scale: float = 0.0  # of losses; 0: they are not scaled
+    skipped: int = 0  # steps whose gradients were not finite, of the member with the most
+
+    @property
+    def line(self) -> str:
+        if not self.scale:
+            return self.precision
+        plural = "s" if self.skipped != 1 else ""
+        return f"{self.precision}: losses scaled by {self.scale:g}, {self.skipped:,} step{plural} skipped"
+
+
 class Pushed(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the workers' pushes to servers."""
 
@@ -110,7 +125,9 @@ class Apart(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def line(self) -> str:
         plural = "s" if self.rounds != 1 else ""
-        words = f"{self.rounds:,} round{plural}, now of {self.every:,} steps; members came {self.drift:.2g} apart"
+        words = f"{self.rounds:,} round{plural}, now of {self.every:,} steps"
+        if self.drift:  # there were several members, and a round that was not cut short
+            words += f"; members came {self.drift:.2g} apart"
         if self.guests:
             plural = "s" if self.guests != 1 else ""
             words += (
@@ -155,6 +172,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     slowest: int | None = None  # rank of the member with the most work of its own; None: alone, or all even
     slowest_by: float = 1.0  # its busy time over the mean of the others'
     advice: str = ""
+    cast: Cast | None = None
     coded: Coded | None = None
     pushed: Pushed | None = None
     apart: Apart | None = None
@@ -210,6 +228,7 @@ def summarise(end: Event, start: Event | None = None, views: Views | None = None
         slowest=slowest,
         slowest_by=slowest_by,
         members=shares,
+        cast=_cast(raw),
         coded=_coded(raw),
         pushed=_pushed(raw),
         apart=_apart(raw),
@@ -225,6 +244,17 @@ def _lost(told: Any) -> tuple[Lost, ...]:
         return msgspec.convert(told or [], tuple[Lost, ...])
     except msgspec.ValidationError:
         return ()
+
+
+def _cast(raw: list[Any]) -> Cast | None:
+    casting = [m for m in raw if m.get("precision")]
+    if not casting:
+        return None
+    return Cast(
+        precision=figures.clean(str(casting[0]["precision"]), 80),
+        scale=min(_amount(m, "loss_scale") for m in casting),
+        skipped=int(max(_amount(m, "skipped_steps") for m in casting)),
+    )
 
 
 def _coded(raw: list[Any]) -> Coded | None:
