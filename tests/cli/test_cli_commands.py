@@ -80,8 +80,8 @@ def test_flags_become_settings():
     parser = flags.Parser(prog="x")
     flags.add_settings(parser)
     text = (
-        "--strategy async --servers 3 --codec sign --precision bf16 --name a --root r --fresh --seed 1 --device cuda:1 "
-        "--transport gloo --progress off --checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 "
+        "--strategy async --servers 3 --codec sign --precision bf16 --mesh shard=2 --name a --root r --fresh --seed 1 "
+        "--device cuda:1 --transport gloo --progress off --checkpoint-every-s 0 --checkpoint-keep 0 --join-limit-s 1.5 "
         "--wait-limit-s 2 --check-finite --lr-rule sqrt --stragglers less"
     )
     args = shlex.split(text)
@@ -93,6 +93,7 @@ def test_flags_become_settings():
         servers="3",
         codec="sign",
         precision="bf16",
+        mesh="shard=2",
         name="a",
         root="r",
         fresh=True,
