@@ -6,12 +6,9 @@ through it begins with the first gradient that arrives (`busy`) and is ended by 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import statistics
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +19,7 @@ from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, PACE, SAMPLES, W
 from paceline.strategies.reducers import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
+from paceline.strategies.weighing import Weighing, hook_on, trainable
 from paceline.transport.arena import Arena
 
 
@@ -60,13 +58,9 @@ class Engine:
         self._warned = False
         self._exchanged: set[int] = set()  # ids of parameters whose codec keeps momentum, since their last step
         self._scale = 1.0 / world.group.size
-        self._weighing: dict[int, Any] = {}  # hooks by id of the parameter, while this member's batch is not a full one
-        self._weights: list[float] = []  # of the passes whose gradients are being added up
-        self._pass = -1  # the last of them
-        self._kept: Callable[[], torch.Tensor | None] = lambda: None  # the gradient that they added to last
         self._at_first = {name: (id(b), b._version) for name, b in model.named_buffers()}
         self._moving: list[tuple[torch.nn.Module, str]] = []  # buffers that follow the first member
-        world.tally.listeners.append(self._weigh)
+        self._weighing = Weighing(world, self._parameters, self._weigh_mean)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
@@ -85,19 +79,16 @@ class Engine:
         buffers = {} if known else dict(self._model.named_buffers())
         self._world.do(lambda group: make_equal(group, new, buffers))
         for p in new.values():
-            if _trainable(p):
-                self._hooks.append(_hook(p, p.register_post_accumulate_grad_hook, self._arrived))
+            if trainable(p):
+                self._hooks.append(hook_on(p, p.register_post_accumulate_grad_hook, self._arrived))
         if any(p.requires_grad for p in new.values()):
             self._layout = None  # laid out again at the end of the next backward pass
-        self._weigh(self._world.tally.weight)
+        self._weighing.weigh(self._world.tally.weight)
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
         """The user drops an optimizer's gradients now: accumulated passes of which nothing is left weigh nothing."""
         self.stepped(optimizer)
-        if self._weights:
-            dropped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if all(p.grad is None or i in dropped for i, p in self._parameters.items()):
-                self._weights.clear()
+        self._weighing.cleared(optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Its gradients are applied, or dropped."""
@@ -115,13 +106,9 @@ class Engine:
             world.passed += 1
             return
         try:
-            task = torch._C._current_graph_task_id()
-            if task != self._pass:
-                self._pass = task
-                self._count_pass(p)
+            self._weighing.arrived(p, self.busy)
             if world.accumulating:
-                assert p.grad is not None
-                self._kept = weakref.ref(p.grad)
+                self._weighing.keep(p)
                 if slot := self._slots.get(id(p)):
                     slot.mean = False
                 return
@@ -145,19 +132,6 @@ class Engine:
                 raise
             self.broken = error  # mended when the pass has ended
 
-    def _count_pass(self, p: torch.Tensor) -> None:
-        """Note the weight of a pass, whose first gradient is that of `p`, with those of the passes it is added to."""
-        if self._weights and not self.busy:
-            # Autograd adds in place, but for graphs of higher order: another tensor has no earlier gradient in it.
-            added = p.grad is self._kept() or torch.is_grad_enabled()
-            if not added and all(q is p or q.grad is None for q in self._parameters.values()):
-                self._weights.clear()  # the user has dropped those gradients
-        weight, doubt = self._world.tally.take()
-        self._weights.append(weight)
-        if doubt:
-            # Six levels up is who called loss.backward().
-            warnings.warn(f"paceline: member {self._world.group.rank}: {doubt}", stacklevel=6)
-
     def _begin(self) -> None:
         self._arm()
         if self.busy:
@@ -169,25 +143,12 @@ class Engine:
             groups = [g for o in self._optimizers if _is_sgd(o) for g in o.param_groups if not g["momentum"]]
             self.coder.begin({id(p): float(group["lr"]) for group in groups for p in group["params"]})
 
-    def _weigh(self, weight: float) -> None:
-        """From the next pass on multiply gradients by `weight`, before autograd adds them to what is there."""
-        for hook in self._weighing.values():
-            hook.remove()
-        self._weighing.clear()
-        if weight != 1.0 and self._world.group.size > 1:
-            self._weighing = {
-                i: _hook(p, p.register_hook, functools.partial(self._weighed, p, weight))
-                for i, p in self._parameters.items()
-                if _trainable(p)
-            }
-
-    def _weighed(self, p: torch.Tensor, weight: float, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of a batch that is not full. A mean of an earlier pass that it will be added to is weighed too,
-        since the sum over the members is divided by all weights."""
+    def _weigh_mean(self, p: torch.Tensor, weight: float) -> None:
+        """A mean of an earlier pass, which a gradient is going to be added to, is weighed as this is, since the sum
+        over the members is divided by all weights."""
         slot = self._slots.get(id(p))
         if slot is not None and slot.mean and p.grad is not None:
             p.grad.mul_(weight)
-        return grad * weight if weight else torch.zeros_like(grad)  # not even nan times zero
 
     def _take(self, slot: Slot) -> None:
         """Move a gradient into its slot. Until the pass ends `p.grad` is None, so a second one cannot add to it."""
@@ -253,11 +214,10 @@ class Engine:
         control[at : at + len(self._world.pace)] = self._world.pace
         control[at + SAMPLES] = self._world.tally.pending
         control[WEIGHT], control[LATE], control[BAD] = (
-            statistics.fmean(self._weights) if self._weights else self._world.tally.weight,
+            self._weighing.take(),
             float(len(self._late)),
             float(bool(self._bad)),
         )
-        self._weights.clear()
         control[WISH], control[MOVE] = float(self._world.wish), float(self._world.move)
         layout.control.copy_(torch.tensor(control))
         if self._moving and group.rank == 0:
@@ -386,10 +346,9 @@ class Engine:
         self._slots = {}
         self._late.clear()
         self._arrivals.clear()
-        self._weights.clear()
         self._exchanged.clear()
         self._scale = 1.0 / self._world.group.size
-        self._weigh(self._world.tally.weight)
+        self._weighing.restart()
         for p in self._parameters.values():
             if p.grad is not None or p.requires_grad:  # whatever the script does to gradients before its step
                 p.grad = torch.zeros_like(p)
@@ -416,12 +375,13 @@ class Engine:
         """Give up the buckets; nothing is exchanged any more, and the members go on."""
         for arena in self._arenas:
             self._world.group.release(arena)
-        self._world.tally.listeners.remove(self._weigh)
+        self._weighing.release()
         self._arenas, self._layout, self._slots = [], None, {}
 
     def close(self) -> None:
-        for hook in [*self._hooks, *self._weighing.values()]:
+        for hook in self._hooks:
             hook.remove()
+        self._weighing.close()
 
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
@@ -433,19 +393,6 @@ def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
     """Torch's own, also as the run has adopted it; what others have made of it may do something else."""
     kind = type(optimizer)
     return isinstance(optimizer, torch.optim.SGD) and kind.__module__ == torch.optim.SGD.__module__
-
-
-def _trainable(p: torch.nn.Parameter) -> bool:
-    return p.is_floating_point() or p.is_complex()
-
-
-def _hook(p: torch.nn.Parameter, register: Callable[[Any], Any], hook: Callable[..., Any]) -> Any:
-    """A frozen parameter takes no hook, but keeps one until it is trained."""
-    trained = p.requires_grad
-    p.requires_grad_(True)
-    handle = register(hook)
-    p.requires_grad_(trained)
-    return handle
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
