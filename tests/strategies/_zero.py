@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 
 import torch
@@ -72,10 +73,10 @@ class Trainer:
         """What a checkpoint would hold, on the first member."""
         self.strategy.together(keep=True)
         with self.strategy.showing():
-            state = self.optimizer.state_dict()
-            return {"model": self.weights(), "optimizer": {**state, "state": dict(state["state"])}}
+            return copy.deepcopy({"model": self.weights(), "optimizer": self.optimizer.state_dict()})
 
     def load(self, saved: dict[str, object]) -> Trainer:
+        saved = copy.deepcopy(saved)
         self.model.load_state_dict(saved["model"])  # type: ignore[arg-type]
         self.optimizer.load_state_dict(saved["optimizer"])  # type: ignore[arg-type]
         self.strategy.load_own_state([])

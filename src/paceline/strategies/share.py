@@ -244,8 +244,8 @@ def _piece(value: Any, own: Own, hosted: Hosted | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     span, p = own.span, own.span.parameter
-    if value.shape == p.shape and not span.whole:
-        value = flat_like(value, p)[span.start : span.stop].clone()
+    if not span.whole:  # each piece has its own, also of what is one number
+        value = (flat_like(value, p)[span.start : span.stop] if value.shape == p.shape else value).clone()
     return hosted.state(value) if hosted and value.dim() else value
 
 
