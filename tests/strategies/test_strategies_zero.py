@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -539,3 +540,46 @@ def test_host_memory_holds_the_state_and_the_step(
     for weights, _, later in together(size, body):
         close(weights, expected)  # fused kernels round otherwise
         close(later, after)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_finer_copies_of_half_precision_weights_go_through_checkpoints(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.strategies.zero._on_devices", lambda optimizer: True)
+    make = OPTIMIZERS[name]
+
+    def trainer(group: Group) -> Trainer:
+        made = Trainer(group, zero(2, offload="optimizer"), make, Net().bfloat16())
+        made.loss = lambda: made.model(batch(made.at, group.rank).bfloat16()).float().square().mean()  # type: ignore[method-assign]
+        return made
+
+    def straight(group: Group) -> tuple[dict[str, object], object, dict[str, torch.Tensor]]:
+        made = trainer(group).train(3)
+        saved = made.saved()
+        made.strategy.together(keep=True)
+        common = copy.deepcopy(made.strategy.state_dict())
+        return saved, common, made.train(3).weights()
+
+    saved, common, expected = together(2, straight)[0]
+    for size in 1, 2:
+
+        def again(group: Group) -> tuple[dict[str, object], object, dict[str, torch.Tensor]]:
+            made = trainer(group)
+            made.strategy.load_state_dict(copy.deepcopy(common))  # noqa: B023
+            made.load(saved)  # noqa: B023
+            made.at = 3
+            kept = made.saved()
+            made.strategy.together(keep=True)
+            more = copy.deepcopy(made.strategy.state_dict())
+            return kept, more, made.train(3).weights()
+
+        saved, common, weights = together(size, again)[0]
+    assert differ(weights, expected) == []
+
+    def forgetful(group: Group) -> dict[str, torch.Tensor]:
+        made = trainer(group).load(saved)
+        made.at = 3
+        return made.train(3).weights()
+
+    assert differ(together(2, forgetful)[0], expected)  # the copies matter

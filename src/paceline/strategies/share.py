@@ -24,6 +24,7 @@ from paceline.strategies.hosted import Hosted, fused_on_cpu
 from paceline.strategies.own_part import OwnPart
 from paceline.strategies.strategy import World
 
+_COPY = "paceline.copy"  # beside an optimizer's state: weights that are kept more exactly than the parameter has them
 _RUNS = ("_paceline", "_paceline_restored", "step")  # of the user's optimizer alone
 
 
@@ -35,6 +36,17 @@ class Own:
         self._hosted = hosted
         self.tensor = hosted.copy(self.view) if hosted else self.view
         self._version = span.parameter._version  # of the weights that the copy is of
+
+    @property
+    def finer(self) -> bool:
+        """Whether it is more exact than the parameter."""
+        return self.tensor.dtype != self.span.parameter.dtype
+
+    def restore(self, weights: torch.Tensor) -> None:
+        """Take a finer copy of the whole parameter, if it is of the weights that the parameter has now."""
+        mine = weights if self.span.whole else flat_like(weights, self.span.parameter)[self.span.start : self.span.stop]
+        if torch.equal(mine.to(self.view), self.view):
+            self.tensor.copy_(mine)
 
     def settled(self) -> None:
         """The parameter holds what was stepped."""
@@ -88,6 +100,10 @@ class Share:
         self._own: dict[int, list[Own]] = {}  # by id of the parameter
         self._by_start: dict[tuple[int, int], Own] = {}  # the same, by id of the parameter and where they begin
         self._fetched = False
+        self.copies: dict[int, torch.Tensor] = {}  # by number of the parameter: fetched, or loaded and not taken yet
+        self._raw: dict[int, dict[str, Any]] = {}  # a state that is being loaded, before torch casts it
+        if hosted:
+            optimizer.register_load_state_dict_pre_hook(self._loading)
         kind = kind_of(optimizer)
         self._inner = object.__new__(kind)
         vars(self._inner).update({k: v for k, v in vars(optimizer).items() if k not in _RUNS})
@@ -184,16 +200,25 @@ class Share:
         self._fetched = False
         if anew:
             self._inner.state.clear()
-        for owns in self._own.values():
-            p = owns[0].span.parameter
-            state = self._optimizer.state.get(p)
-            for own in owns:
+        for number, p in enumerate(self._parameters()):
+            state = self._raw.get(number) or self._optimizer.state.get(p)
+            for own in self._own.get(id(p), ()):
                 if anew:
                     own.refresh()
                     own.settled()
+                if number in self.copies:
+                    own.restore(self.copies[number])
                 if state:
                     self._inner.state[own.tensor] = {key: _piece(v, own, self._hosted) for key, v in state.items()}
         self._optimizer.state.clear()
+        self._raw, self.copies = {}, {}
+
+    def _loading(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Torch makes the state of a half-precision parameter half precision too; here it is more exact."""
+        self._raw = dict(state["state"])
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def fetch(self) -> None:
         """All members: the first one gets all of the state."""
@@ -212,7 +237,7 @@ class Share:
                     self._put(span, state)
         if group.rank == 0:
             self._fetched = True
-            ordered = [p for g in self._optimizer.param_groups for p in g["params"] if p in self._optimizer.state]
+            ordered = [p for p in self._parameters() if p in self._optimizer.state]
             whole = {p: self._optimizer.state[p] for p in ordered}
             self._optimizer.state.clear()
             self._optimizer.state.update(whole)
@@ -221,22 +246,30 @@ class Share:
         """What was fetched is not needed any more."""
         if self._fetched:
             self._optimizer.state.clear()
-            self._fetched = False
+            self._fetched, self.copies = False, {}
 
     def _states(self, block: Block) -> list[dict[str, Any]]:
-        spans = block.of(self._world.group.rank)
-        return [dict(self._inner.state.get(self._by_start[id(s.parameter), s.start].tensor, {})) for s in spans]
+        owns = [self._by_start[id(s.parameter), s.start] for s in block.of(self._world.group.rank)]
+        copies: list[dict[str, Any]] = [{_COPY: own.tensor} if own.finer else {} for own in owns]
+        return [self._inner.state.get(own.tensor, {}) | copy for own, copy in zip(owns, copies)]
 
     def _put(self, span: Span, state: dict[str, Any]) -> None:
         p = span.parameter
+        copies: dict[str, Any] = {}
         for key, value in state.items():
-            whole = self._optimizer.state[p]
+            if key == _COPY:
+                number = next(i for i, q in enumerate(self._parameters()) if q is p)
+                whole = copies = {_COPY: self.copies[number]} if number in self.copies else {}
+            else:
+                whole = self._optimizer.state[p]
             if isinstance(value, torch.Tensor) and not span.whole and value.shape == (span.stop - span.start,):
                 if key not in whole:
                     whole[key] = torch.empty_like(p, dtype=value.dtype, device="cpu", requires_grad=False)
                 flat(whole[key])[span.start : span.stop] = value
             elif key not in whole:
                 whole[key] = value
+            if key == _COPY:
+                self.copies[number] = copies[_COPY]
 
 
 def _piece(value: Any, own: Own, hosted: Hosted | None) -> Any:
@@ -246,7 +279,7 @@ def _piece(value: Any, own: Own, hosted: Hosted | None) -> Any:
     span, p = own.span, own.span.parameter
     if not span.whole:  # each piece has its own, also of what is one number
         value = (flat_like(value, p)[span.start : span.stop] if value.shape == p.shape else value).clone()
-    return hosted.state(value) if hosted and value.dim() else value
+    return hosted.state(value) if hosted else value
 
 
 def _gather(block: Block, world: World) -> None:

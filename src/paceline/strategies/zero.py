@@ -213,10 +213,13 @@ class Zero:
         return sum(share.nbytes for share in self._shares.values())
 
     def state_dict(self) -> dict[str, Any]:
-        return self._sums.state_dict()
+        copies = [share.copies for share in self._shares.values()]
+        return {**self._sums.state_dict(), **({"copies": copies} if any(copies) else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums.load_state_dict(state)
+        for share, copies in zip(self._shares.values(), state.get("copies", ())):
+            share.copies = dict(copies)
 
     def own_state(self) -> dict[str, Any]:
         return self._sums.own_state()
