@@ -62,7 +62,7 @@ def test_four_members_equal_all_reduce_and_one_process(name: str, stage: int) ->
     for reduced, cut in results:
         assert differ(cut, results[0][1]) == []
         assert differ(cut, reduced) == []
-        close(cut, alone(make, 4))
+        close(cut, alone(make, 4), atol=1e-4)  # where a gradient is next to nothing, Adam makes much of its rounding
 
 
 OTHERS = {

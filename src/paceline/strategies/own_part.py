@@ -25,7 +25,8 @@ _EACH = {  # of one gradient, element by element
     _aten.div.Tensor, _aten.div.Scalar, _aten.div_.Tensor, _aten.div_.Scalar,
     _aten.neg.default, _aten.neg_.default, _aten.zero_.default, _aten.clone.default,
     _aten.clamp.default, _aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default,
-    _aten.nan_to_num.default, _aten.nan_to_num_.default,
+    _aten.abs.default, _aten.abs_.default, _aten.sign.default, _aten.sign_.default, _aten.sqrt.default,
+    _aten.pow.Tensor_Scalar, _aten.nan_to_num.default, _aten.nan_to_num_.default,
 }  # fmt: skip
 _EACH_OF_MANY = {
     _aten._foreach_mul_.Scalar, _aten._foreach_mul_.Tensor, _aten._foreach_div_.Scalar, _aten._foreach_div_.Tensor,
