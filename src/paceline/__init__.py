@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline import optim
+    from paceline import layers, optim
     from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
     from paceline.server.outside.outsider import connect
     from paceline.strategies import (
@@ -56,6 +56,7 @@ _WHERE = {
     "ConfigError": "paceline.core.errors",
     "Interrupted": "paceline.core.errors",
     "Lost": "paceline.core.errors",
+    "layers": "",
     "optim": "",
 }
 
@@ -79,6 +80,7 @@ __all__ = [
     "Zero",
     "connect",
     "join",
+    "layers",
     "optim",
 ]
 

@@ -50,6 +50,12 @@ class Movers:
         self._sent = [b.detach().clone() if moved else a for b, a, moved in zip(self.now, self._agreed, changed)]
         return changed
 
+    @property
+    def sound(self) -> bool:
+        """Whether all that was noted is finite, or was not before either (a mask)."""
+        pairs = [(b, a) for b, a in zip(self._sent, self._agreed) if b is not a and b.is_floating_point()]
+        return all(bool(torch.isfinite(b).all()) or not bool(torch.isfinite(a).all()) for b, a in pairs)
+
     def carry(self, group: Group, changed: Sequence[bool], weights: Sequence[float], combine: Combine | None) -> None:
         """Exchange those that have changed on some member."""
         chosen = [i for i, moved in enumerate(changed) if moved]
@@ -87,12 +93,15 @@ class Movers:
 
     @torch.no_grad()
     def mix(self, merge: float) -> None:
-        """As parameters are mixed; counters become the first member's."""
+        """As parameters are mixed; counters become the first member's, with what was counted since they were sent."""
         for i, (b, agreed) in enumerate(zip(self.now, self._agreed)):
             if _same(b, agreed):
                 continue
-            if merge == 1.0 or (i in self._came and not b.is_floating_point()):
+            sent = self._sent[i] if i < len(self._sent) else b
+            if merge == 1.0:
                 b.copy_(agreed)
+            elif i in self._came and not b.is_floating_point():
+                b.copy_(agreed if b.dtype == torch.bool else agreed + (b - sent))
             elif i in self._came:
                 b.add_(agreed - b, alpha=merge)
         self._came.clear()
