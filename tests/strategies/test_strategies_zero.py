@@ -113,6 +113,13 @@ def _same_state(ours: dict[int, dict[str, object]], theirs: dict[int, dict[str, 
 def test_a_checkpoint_goes_from_two_to_four_to_one_to_two_bit_for_bit(name: str) -> None:
     make = OPTIMIZERS[name]
     (saved, expected), _ = together(2, lambda g: _saved_and_after(Trainer(g, zero(2), make).train(3)))
+
+    def loaded_by_the_script(group: Group) -> object:
+        trainer = Trainer(group, zero(2), make)
+        trainer.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        return trainer.saved()["optimizer"]
+
+    _same_state(together(2, loaded_by_the_script)[0]["state"], saved["optimizer"]["state"])
     reduced = together(2, lambda g: Trainer(g, AllReduce(bucket_mb=0.02), make).train(3).optimizer.state_dict())[0]
     _same_state(saved["optimizer"]["state"], reduced["state"])
     assert saved["optimizer"]["param_groups"] == reduced["param_groups"]

@@ -223,7 +223,11 @@ class Share:
     def fetch(self) -> None:
         """All members: the first one gets all of the state."""
         group = self._world.group
+        self.forget()
+        if any(self._optimizer.state.values()):
+            self.take()  # the script has loaded something
         self._optimizer.state.clear()
+        numbers = {id(p): i for i, p in enumerate(self._parameters())}
         for block in self._blocks:
             owners = range(group.size) if block.owner is None else (block.owner,)
             if group.rank in owners and group.rank:
@@ -234,11 +238,11 @@ class Share:
             for rank in owners:
                 states = unpack(group.recv(rank).numpy().data) if rank else self._states(block)
                 for span, state in zip(block.of(rank), states):
-                    self._put(span, state)
+                    self._put(span, state, numbers[id(span.parameter)])
         if group.rank == 0:
             self._fetched = True
-            ordered = [p for p in self._parameters() if p in self._optimizer.state]
-            whole = {p: self._optimizer.state[p] for p in ordered}
+            known = self._optimizer.state
+            whole: dict[torch.Tensor, Any] = {p: known[p] for p in self._parameters() if p in known}
             self._optimizer.state.clear()
             self._optimizer.state.update(whole)
 
@@ -253,23 +257,18 @@ class Share:
         copies: list[dict[str, Any]] = [{_COPY: own.tensor} if own.finer else {} for own in owns]
         return [self._inner.state.get(own.tensor, {}) | copy for own, copy in zip(owns, copies)]
 
-    def _put(self, span: Span, state: dict[str, Any]) -> None:
+    def _put(self, span: Span, state: dict[str, Any], number: int) -> None:
+        """A piece of what is kept of a parameter, which has this number."""
         p = span.parameter
-        copies: dict[str, Any] = {}
         for key, value in state.items():
-            if key == _COPY:
-                number = next(i for i, q in enumerate(self._parameters()) if q is p)
-                whole = copies = {_COPY: self.copies[number]} if number in self.copies else {}
-            else:
-                whole = self._optimizer.state[p]
+            kept: dict[Any, Any] = self.copies if key == _COPY else self._optimizer.state[p]
+            name = number if key == _COPY else key
             if isinstance(value, torch.Tensor) and not span.whole and value.shape == (span.stop - span.start,):
-                if key not in whole:
-                    whole[key] = torch.empty_like(p, dtype=value.dtype, device="cpu", requires_grad=False)
-                flat(whole[key])[span.start : span.stop] = value
-            elif key not in whole:
-                whole[key] = value
-            if key == _COPY:
-                self.copies[number] = copies[_COPY]
+                if name not in kept:
+                    kept[name] = torch.empty_like(p, dtype=value.dtype, device="cpu", requires_grad=False)
+                flat(kept[name])[span.start : span.stop] = value
+            elif name not in kept:
+                kept[name] = value
 
 
 def _piece(value: Any, own: Own, hosted: Hosted | None) -> Any:
