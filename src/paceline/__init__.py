@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PostLocal,
         SparseLoCo,
         Sync,
+        Zero,
     )
     from paceline.train.join import join
     from paceline.train.run import Run
@@ -50,6 +51,7 @@ _WHERE = {
     "PostLocal": "paceline.strategies",
     "SparseLoCo": "paceline.strategies",
     "Sync": "paceline.strategies",
+    "Zero": "paceline.strategies",
     "PacelineError": "paceline.core.errors",
     "ConfigError": "paceline.core.errors",
     "Interrupted": "paceline.core.errors",
@@ -75,6 +77,7 @@ __all__ = [
     "Run",
     "SparseLoCo",
     "Sync",
+    "Zero",
     "connect",
     "join",
     "layers",

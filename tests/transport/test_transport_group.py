@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import threading
 
 import pytest
 import torch
@@ -268,3 +269,26 @@ def test_descriptors_may_have_large_numbers() -> None:
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_lane_works_beside_the_group(place: str) -> None:
+    """Another thread scatters sums while this one gathers."""
+    hosts = PLACES[place]
+    n = len(hosts)
+
+    def body(group: Group) -> bool:
+        lane, mine = group.lane(), values(group.rank, 64 * n, torch.float32)
+        own, before = torch.empty(64), group.sent_bytes
+        beside = threading.Thread(target=lambda: lane.reduce_scatter(mine.clone(), own))
+        beside.start()
+        part, whole = values(group.rank, 300, torch.float32), torch.empty(300 * n)
+        whole[300 * group.rank :][:300] = part
+        group.all_gather_into(whole[300 * group.rank :][:300], whole)
+        beside.join(20.0)
+        total = torch.stack([values(r, 64 * n, torch.float32) for r in range(n)]).sum(0)
+        torch.testing.assert_close(own, total[64 * group.rank :][:64])
+        assert group.sent_bytes > before
+        return torch.equal(whole, torch.cat([values(r, 300, torch.float32) for r in range(n)]))
+
+    assert together(n, body, hosts=hosts) == [True] * n

@@ -23,6 +23,7 @@ STRATEGIES = (
     "sparseloco",
     "async_local",
     "guest",
+    "zero",
 )
 INCOMPLETE = ("bounded", "post_local", "guest")  # strategies that cannot do without an option
 CODECS = (

@@ -16,6 +16,7 @@ from paceline.strategies.local import Local
 from paceline.strategies.presets import Average, DiLoCo, PostLocal, SparseLoCo
 from paceline.strategies.server import Async, Bounded, Served, Sync
 from paceline.strategies.strategy import Strategy, Tally, World
+from paceline.strategies.zero import Zero
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "allreduce": AllReduce,
@@ -29,13 +30,14 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "sparseloco": SparseLoCo,
     "async_local": AsyncLocal,
     "guest": Guest,
+    "zero": Zero,
 }
 
 
 def make_strategy(words: Any, codec: str = "") -> Strategy:
     """The strategy that a user wrote as an object or in words; a codec in words goes before the strategy's own."""
     strategy: Strategy = build(words, STRATEGIES, "strategy") if isinstance(words, str) else words
-    if codec and isinstance(strategy, AllReduce | Local | Guest):
+    if codec and isinstance(strategy, AllReduce | Local | Guest | Zero):
         strategy.take(codec)
     elif codec and codec != "none" and isinstance(strategy, Served):
         servable(codec)
@@ -52,13 +54,17 @@ def words_of(strategy: Strategy) -> str:
     ("async(correct='dana(momentum=0.9)')", 'sync', 'allreduce(bucket_mb=8.0)')
     >>> words_of(DiLoCo(every=50))
     "local(every=50, outer='nesterov(lr=0.7, momentum=0.9)')"
+    >>> words_of(Zero(stage=1)), words_of(Zero())
+    ('zero(stage=1)', 'zero')
     """
     changed = _changed(strategy)
-    if not isinstance(strategy, AllReduce | Served | Local | Guest):
+    if not isinstance(strategy, AllReduce | Served | Local | Guest | Zero):
         return type(strategy).__name__
     name, gate = ("local" if isinstance(strategy, Local) else "allreduce"), ""
     if isinstance(strategy, Guest):
         name = "guest"
+    if isinstance(strategy, Zero):
+        name = "zero"
     if isinstance(strategy, AsyncLocal):
         name = "async_local"
     elif isinstance(strategy, Served):
@@ -102,7 +108,7 @@ def choose(script: Strategy, typed: str) -> tuple[Strategy, str]:
 
 
 def _options(strategy: Strategy) -> dict[str, Any]:
-    return strategy.options if isinstance(strategy, AllReduce | Served | Local | Guest) else {}
+    return strategy.options if isinstance(strategy, AllReduce | Served | Local | Guest | Zero) else {}
 
 
 def _changed(strategy: Strategy) -> dict[str, Any]:
@@ -129,6 +135,7 @@ __all__ = [
     "Sync",
     "Tally",
     "World",
+    "Zero",
     "choose",
     "make_strategy",
     "words_of",

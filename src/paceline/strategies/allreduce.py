@@ -14,7 +14,7 @@ The first backward pass only notes the order of arrival, from which the buckets 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.autograd.graph import _engine_run_backward
 from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.words import finite, split
-from paceline.strategies.engine import Engine
+from paceline.strategies.engine import Engine, Passes
 from paceline.strategies.reducers import Auto, Coder, LowRank, Method, load
 from paceline.strategies.reducers.coder import SMALL
 from paceline.strategies.strategy import World
@@ -74,11 +74,13 @@ class AllReduce:
             "feedback": feedback,
             "warmup": warmup,
         }
-        self._engines: dict[int, Engine] = {}  # by id of the model
-        self._drives: dict[int, Engine] = {}  # by id of the optimizer
+        self._engines: dict[int, Passes] = {}  # by id of the model
+        self._drives: dict[int, Passes] = {}  # by id of the optimizer
         self._owned: dict[int, torch.nn.Parameter] = {}  # by id; a parameter belongs to one engine
         self._saved: list[dict[str, Any]] = []  # of engines still to come
         self._world: World | None = None
+        self._make: Callable[..., Passes] = Engine
+        self._alone = False  # there are engines in a run of one too
         self._task = -1  # the backward pass at whose end we are called
         self._depth = 0  # of passes within passes
 
@@ -95,8 +97,12 @@ class AllReduce:
                 self._warmup = _check_warmup(int(warmup) if warmup.isdecimal() else warmup)
         self.method = Method.of(codec, back)
 
+    def by(self, make: Callable[..., Passes], *, alone: bool = False) -> None:
+        """Have gradients exchanged by another kind of engine; `alone`: also in a run of one."""
+        self._make, self._alone = make, alone
+
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-        if world.group.size == 1 and not world.elastic:
+        if world.group.size == 1 and not world.elastic and not self._alone:
             if self.method.codec and not self._world:
                 world.tell(f"codec {self.method.words} has no effect: this run has one member")
             self._world = world
@@ -105,7 +111,7 @@ class AllReduce:
         self._check_momentum(optimizer)
         engine = self._engines.get(id(model))
         if engine is None:
-            engine = Engine(model, world, self.bucket_bytes, self._arm, self._owned, self._coder(model, world))
+            engine = self._make(model, world, self.bucket_bytes, self._arm, self._owned, self._coder(model, world))
             self._engines[id(model)] = engine
             if self._saved:
                 self._restore(engine, self._saved.pop(0))
@@ -239,7 +245,7 @@ class AllReduce:
             self._restore(engine, own)
         self._saved = saved[len(self._engines) :]
 
-    def _restore(self, engine: Engine, state: dict[str, Any]) -> None:
+    def _restore(self, engine: Passes, state: dict[str, Any]) -> None:
         engine.order = list(state["order"])
         if engine.coder and state["coder"]:
             engine.coder.load_common(state["coder"])

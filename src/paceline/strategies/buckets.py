@@ -101,7 +101,7 @@ class Layout:
             for bucket, nbytes in zip(mine, sizes):
                 self._place(bucket, arena, offset, num_control, num_buffered)
                 if reducer:
-                    pieces = [Piece(s.name, s.place, id(s.parameter), _rows(s.parameter)) for s in bucket.slots]
+                    pieces = [Piece(s.name, s.place, id(s.parameter), rows_of(s.parameter)) for s in bucket.slots]
                     reducer.add(offset, bucket.flat.dtype, bucket.flat.numel(), pieces)
                 offset += nbytes
         self.start()
@@ -181,7 +181,7 @@ def _padded(numel: int) -> int:
     return -(-numel // 16) * 16
 
 
-def _rows(parameter: torch.nn.Parameter) -> int:
+def rows_of(parameter: torch.nn.Parameter) -> int:
     """Of the matrix that the memory of its gradient holds: the size of the dimension that varies slowest."""
     if parameter.dim() < 2 or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return int(parameter.shape[0]) if parameter.dim() > 1 else 1

@@ -6,23 +6,45 @@ through it begins with the first gradient that arrives (`busy`) and is ended by 
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import statistics
 import warnings
-import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Never, Protocol
 
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, PACE, SAMPLES, WEIGHT, WISH, Layout, Slot
+from paceline.strategies.following import Following
 from paceline.strategies.reducers import Coder
 from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
+from paceline.strategies.weighing import Weighing, hook_on, trainable
 from paceline.transport.arena import Arena
+from paceline.transport.group import Group
+
+
+class Passes(Protocol):
+    """What the all-reduce strategy asks of an engine, which is by default the one below."""
+
+    order: list[str]  # of arrival, on the first member
+    busy: bool  # a backward pass is under way and some gradient has arrived
+    broken: Interrupted | None  # the group broke in this pass
+    coder: Coder | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient of this pass has arrived."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def launch_rest(self) -> None: ...
+    def collect(self) -> None: ...
+    def regroup(self) -> None: ...
+    def release(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Engine:
@@ -60,13 +82,8 @@ class Engine:
         self._warned = False
         self._exchanged: set[int] = set()  # ids of parameters whose codec keeps momentum, since their last step
         self._scale = 1.0 / world.group.size
-        self._weighing: dict[int, Any] = {}  # hooks by id of the parameter, while this member's batch is not a full one
-        self._weights: list[float] = []  # of the passes whose gradients are being added up
-        self._pass = -1  # the last of them
-        self._kept: Callable[[], torch.Tensor | None] = lambda: None  # the gradient that they added to last
-        self._at_first = {name: (id(b), b._version) for name, b in model.named_buffers()}
-        self._moving: list[tuple[torch.nn.Module, str]] = []  # buffers that follow the first member
-        world.tally.listeners.append(self._weigh)
+        self._following = Following(model)
+        self._weighing = Weighing(world, self._parameters, self._weigh_mean)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
@@ -85,19 +102,16 @@ class Engine:
         buffers = {} if known else dict(self._model.named_buffers())
         self._world.do(lambda group: make_equal(group, new, buffers))
         for p in new.values():
-            if _trainable(p):
-                self._hooks.append(_hook(p, p.register_post_accumulate_grad_hook, self._arrived))
+            if trainable(p):
+                self._hooks.append(hook_on(p, p.register_post_accumulate_grad_hook, self._arrived))
         if any(p.requires_grad for p in new.values()):
             self._layout = None  # laid out again at the end of the next backward pass
-        self._weigh(self._world.tally.weight)
+        self._weighing.weigh(self._world.tally.weight)
 
     def cleared(self, optimizer: torch.optim.Optimizer) -> None:
         """The user drops an optimizer's gradients now: accumulated passes of which nothing is left weigh nothing."""
         self.stepped(optimizer)
-        if self._weights:
-            dropped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if all(p.grad is None or i in dropped for i, p in self._parameters.items()):
-                self._weights.clear()
+        self._weighing.cleared(optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Its gradients are applied, or dropped."""
@@ -115,13 +129,9 @@ class Engine:
             world.passed += 1
             return
         try:
-            task = torch._C._current_graph_task_id()
-            if task != self._pass:
-                self._pass = task
-                self._count_pass(p)
+            self._weighing.arrived(p, self.busy)
             if world.accumulating:
-                assert p.grad is not None
-                self._kept = weakref.ref(p.grad)
+                self._weighing.keep(p)
                 if slot := self._slots.get(id(p)):
                     slot.mean = False
                 return
@@ -145,19 +155,6 @@ class Engine:
                 raise
             self.broken = error  # mended when the pass has ended
 
-    def _count_pass(self, p: torch.Tensor) -> None:
-        """Note the weight of a pass, whose first gradient is that of `p`, with those of the passes it is added to."""
-        if self._weights and not self.busy:
-            # Autograd adds in place, but for graphs of higher order: another tensor has no earlier gradient in it.
-            added = p.grad is self._kept() or torch.is_grad_enabled()
-            if not added and all(q is p or q.grad is None for q in self._parameters.values()):
-                self._weights.clear()  # the user has dropped those gradients
-        weight, doubt = self._world.tally.take()
-        self._weights.append(weight)
-        if doubt:
-            # Six levels up is who called loss.backward().
-            warnings.warn(f"paceline: member {self._world.group.rank}: {doubt}", stacklevel=6)
-
     def _begin(self) -> None:
         self._arm()
         if self.busy:
@@ -166,28 +163,14 @@ class Engine:
         if self._layout:
             self._layout.start()
         if self.coder:
-            groups = [g for o in self._optimizers if _is_sgd(o) for g in o.param_groups if not g["momentum"]]
-            self.coder.begin({id(p): float(group["lr"]) for group in groups for p in group["params"]})
+            self.coder.begin(plain_rates(self._optimizers))
 
-    def _weigh(self, weight: float) -> None:
-        """From the next pass on multiply gradients by `weight`, before autograd adds them to what is there."""
-        for hook in self._weighing.values():
-            hook.remove()
-        self._weighing.clear()
-        if weight != 1.0 and self._world.group.size > 1:
-            self._weighing = {
-                i: _hook(p, p.register_hook, functools.partial(self._weighed, p, weight))
-                for i, p in self._parameters.items()
-                if _trainable(p)
-            }
-
-    def _weighed(self, p: torch.Tensor, weight: float, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of a batch that is not full. A mean of an earlier pass that it will be added to is weighed too,
-        since the sum over the members is divided by all weights."""
+    def _weigh_mean(self, p: torch.Tensor, weight: float) -> None:
+        """A mean of an earlier pass, which a gradient is going to be added to, is weighed as this is, since the sum
+        over the members is divided by all weights."""
         slot = self._slots.get(id(p))
         if slot is not None and slot.mean and p.grad is not None:
             p.grad.mul_(weight)
-        return grad * weight if weight else torch.zeros_like(grad)  # not even nan times zero
 
     def _take(self, slot: Slot) -> None:
         """Move a gradient into its slot. Until the pass ends `p.grad` is None, so a second one cannot add to it."""
@@ -195,7 +178,7 @@ class Engine:
         grad = p.grad
         assert grad is not None
         grad = grad.detach()
-        if self._world.check_finite and not self._bad and not torch.isfinite(_dense(grad)).all():
+        if self._world.check_finite and not self._bad and not torch.isfinite(dense(grad)).all():
             self._bad = slot.name
         if not grad.is_sparse and grad.data_ptr() == view.data_ptr():
             if id(p) in self._exchanged:
@@ -204,7 +187,7 @@ class Engine:
         elif slot.own.stop and grad.is_contiguous() and grad.dtype == view.dtype:
             self._keep(slot, grad.view(-1))
         else:
-            torch.mul(_dense(grad), self._scale, out=view)
+            torch.mul(dense(grad), self._scale, out=view)
         slot.arrived = True
         p.grad = None
 
@@ -221,7 +204,7 @@ class Engine:
         """A gradient without a place: of a parameter that was frozen or had another dtype until now, or a second one in
         this pass, as of a parameter that several checkpointed segments share."""
         assert p.grad is not None
-        part = _dense(p.grad.detach()) * self._scale
+        part = dense(p.grad.detach()) * self._scale
         p.grad = None
         layout = self._layout
         waits = slot is not None and layout is not None and layout.buckets.index(slot.bucket) >= layout.launched
@@ -253,16 +236,15 @@ class Engine:
         control[at : at + len(self._world.pace)] = self._world.pace
         control[at + SAMPLES] = self._world.tally.pending
         control[WEIGHT], control[LATE], control[BAD] = (
-            statistics.fmean(self._weights) if self._weights else self._world.tally.weight,
+            self._weighing.take(),
             float(len(self._late)),
             float(bool(self._bad)),
         )
-        self._weights.clear()
         control[WISH], control[MOVE] = float(self._world.wish), float(self._world.move)
         layout.control.copy_(torch.tensor(control))
-        if self._moving and group.rank == 0:
-            torch._foreach_copy_(layout.buffer_views, self._buffers())
-        elif self._moving:
+        if self._following and group.rank == 0:
+            torch._foreach_copy_(layout.buffer_views, self._following.tensors())
+        elif self._following:
             layout.buffered.zero_()
         layout.launch(end=True)
         if self.coder:
@@ -288,7 +270,7 @@ class Engine:
         self._world.moving = self._world.moving or control[MOVE] > 0
         self._world.paces = control[layout.paces :]
         if control[BAD]:
-            self._report_bad()
+            report_bad(self._bad, group)
         correction = group.size / control[WEIGHT] if control[WEIGHT] else math.nan
         if not math.isclose(correction, 1.0, rel_tol=1e-6):
             for bucket in layout.buckets:
@@ -307,24 +289,12 @@ class Engine:
                 slot.parameter.grad = slot.view.detach()  # an alias: what users do to `grad.data` is theirs alone
         if control[LATE]:
             self._add_late(correction)
-        if self._moving and group.rank:
-            torch._foreach_copy_(self._buffers(), layout.buffer_views)
+        if self._following and group.rank:
+            torch._foreach_copy_(self._following.tensors(), layout.buffer_views)
 
     def _uncounted(self, coder: Coder, control: list[float]) -> set[str]:
-        """Parameters whose sums will not be applied: nobody has a gradient for them, or some sum of their optimizer is
-        not finite, so that a GradScaler skips its step."""
         without = {s.name for s in self._slots.values() if not control[MARKS + s.index]}
-        spoilt = coder.spoilt - without
-        skipped = set(spoilt)
-        for optimizer in self._optimizers if spoilt else ():
-            own = {self._names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
-            if own & spoilt:
-                skipped |= own
-        return without | skipped
-
-    def _buffers(self) -> list[torch.Tensor]:
-        """Looked up each time: a module may put another tensor in the place of a buffer."""
-        return [b for module, name in self._moving if (b := module._buffers[name]) is not None]
+        return uncounted(coder, without, self._optimizers, self._names)
 
     def _add_late(self, correction: float) -> None:
         """A second round, for the gradients that travelled in no bucket."""
@@ -349,9 +319,8 @@ class Engine:
         # What was trained once keeps its place: a loop that freezes its models in turns needs one layout.
         self._trained |= {i for i, p in self._parameters.items() if p.requires_grad}
         trained = {self._names[i]: p for i, p in self._parameters.items() if i in self._trained}
-        buffers = dict(self._model.named_buffers())
-        changed = [name for name, b in buffers.items() if self._at_first.get(name) != (id(b), b._version)]
-        said = json.dumps({"order": self._arrivals, "names": sorted(trained), "changed": changed}).encode()
+        told = {"order": self._arrivals, "names": sorted(trained), "changed": self._following.changed()}
+        said = json.dumps(told).encode()
         everyone = [json.loads(other) for other in group.exchange(said)]
         for rank, other in enumerate(everyone):
             if other["names"] != everyone[0]["names"]:
@@ -359,19 +328,12 @@ class Engine:
                 raise ConfigError(f"parameter {odd!r} is trained on member 0 or on member {rank}, but not on both")
         order = self.order or everyone[0]["order"]
         self.order = list(dict.fromkeys([n for n in order if n in trained] + list(trained)))
-        norms = {id(b) for m in self._model.modules() if isinstance(m, _BATCH_NORMS) for b in m.buffers()}
-        moved = {name for told in everyone for name in told["changed"]}
-        chosen = [
-            name
-            for name, b in sorted(buffers.items())
-            if b.dtype in _EXACT_IN_FLOAT32 and (id(b) in norms or name in moved or b.nbytes <= _SMALL_BYTES)
-        ]
-        self._moving = [(self._model.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in chosen]
+        self._following.choose(name for told in everyone for name in told["changed"])
         for arena in self._arenas:
             group.release(arena)
         self._arrivals.clear()
         named = [(n, trained[n]) for n in self.order]
-        self._layout = Layout(group, named, self._buffers(), self._bucket_bytes, self.coder)
+        self._layout = Layout(group, named, self._following.tensors(), self._bucket_bytes, self.coder)
         self._arenas = self._layout.arenas
         self._slots = {id(s.parameter): s for s in self._layout.slots}
 
@@ -386,10 +348,9 @@ class Engine:
         self._slots = {}
         self._late.clear()
         self._arrivals.clear()
-        self._weights.clear()
         self._exchanged.clear()
         self._scale = 1.0 / self._world.group.size
-        self._weigh(self._world.tally.weight)
+        self._weighing.restart()
         for p in self._parameters.values():
             if p.grad is not None or p.requires_grad:  # whatever the script does to gradients before its step
                 p.grad = torch.zeros_like(p)
@@ -404,29 +365,47 @@ class Engine:
                 stacklevel=6,
             )
 
-    def _report_bad(self) -> None:
-        told = [n.decode() for n in self._world.group.exchange(self._bad.encode())]
-        where = ", ".join(f"parameter {name!r} on member {rank}" for rank, name in enumerate(told) if name)
-        raise PacelineError(
-            f"a gradient is not finite: {where}. Look at that member's batch and loss, lower the learning rate, "
-            "or clip; without --check-finite the step would have been applied"
-        )
-
     def release(self) -> None:
         """Give up the buckets; nothing is exchanged any more, and the members go on."""
         for arena in self._arenas:
             self._world.group.release(arena)
-        self._world.tally.listeners.remove(self._weigh)
+        self._weighing.release()
         self._arenas, self._layout, self._slots = [], None, {}
 
     def close(self) -> None:
-        for hook in [*self._hooks, *self._weighing.values()]:
+        for hook in self._hooks:
             hook.remove()
+        self._weighing.close()
 
 
-_EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
-_SMALL_BYTES = 64 << 10  # smaller buffers travel although they have not changed yet; large constants stay at home
-_BATCH_NORMS = (torch.nn.modules.batchnorm._NormBase,)
+def uncounted(
+    coder: Coder, without: set[str], optimizers: Iterable[torch.optim.Optimizer], names: Mapping[int, str]
+) -> set[str]:
+    """Parameters whose sums will not be applied: nobody has a gradient for them (`without`), or some sum of their
+    optimizer is not finite, so that a GradScaler skips its step."""
+    spoilt = coder.spoilt - without
+    skipped = set(spoilt)
+    for optimizer in optimizers if spoilt else ():
+        own = {names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
+        if own & spoilt:
+            skipped |= own
+    return without | skipped
+
+
+def plain_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]:
+    """The learning rates of what follows them at once, by id of the parameter."""
+    groups = [g for o in optimizers if _is_sgd(o) for g in o.param_groups if not g["momentum"]]
+    return {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+
+
+def report_bad(here: str, group: Group) -> Never:
+    """By all members: name the parameters whose gradients are not finite; `here`: this member's, if it has one."""
+    told = [n.decode() for n in group.exchange(here.encode())]
+    where = ", ".join(f"parameter {name!r} on member {rank}" for rank, name in enumerate(told) if name)
+    raise PacelineError(
+        f"a gradient is not finite: {where}. Look at that member's batch and loss, lower the learning rate, "
+        "or clip; without --check-finite the step would have been applied"
+    )
 
 
 def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
@@ -435,18 +414,5 @@ def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and kind.__module__ == torch.optim.SGD.__module__
 
 
-def _trainable(p: torch.nn.Parameter) -> bool:
-    return p.is_floating_point() or p.is_complex()
-
-
-def _hook(p: torch.nn.Parameter, register: Callable[[Any], Any], hook: Callable[..., Any]) -> Any:
-    """A frozen parameter takes no hook, but keeps one until it is trained."""
-    trained = p.requires_grad
-    p.requires_grad_(True)
-    handle = register(hook)
-    p.requires_grad_(trained)
-    return handle
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
+def dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad

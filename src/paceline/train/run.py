@@ -370,6 +370,22 @@ class Run:
         """For what a script computes outside of its models' forward passes: torch.autocast of the run's precision."""
         return self._precise.autocast()
 
+    def clip_grad_norm(
+        self, of: torch.nn.Module | torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale the gradients of a model or an optimizer down to this norm, if theirs is larger; returns what it was.
+
+        As `torch.nn.utils.clip_grad_norm_`, in one exchange where members hold parts of gradients. The norm is that of
+        the mean over all members, but with servers or local steps, where gradients are each member's own.
+        """
+        if isinstance(of, torch.optim.Optimizer):
+            parameters = [p for group in of.param_groups for p in group["params"]]
+        elif isinstance(of, torch.nn.Module):
+            parameters = list(of.parameters())
+        else:
+            raise ConfigError(f"run.clip_grad_norm: a model or an optimizer is wanted, not a {type(of).__name__}")
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes inside keep their gradients here; the next one outside sends the sum."""

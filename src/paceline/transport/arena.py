@@ -63,6 +63,13 @@ class Collective(Protocol):
         """Row j of `flat` goes to member j; row j of `out` comes from it."""
 
 
+class Scatters(Collective, Protocol):
+    """One that can leave each member its part of a sum."""
+
+    def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """`out` gets this member's row of the sum of everyone's `flat`, which is work space."""
+
+
 Through = Callable[[Collective], Reduce]
 
 
@@ -93,10 +100,11 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name=f"paceline-{name}", daemon=True)
         self._thread.start()
 
-    def post(self, flat: torch.Tensor) -> None:
+    def post(self, flat: torch.Tensor) -> Future[None]:
         future: Future[None] = Future()
         self._carried.append(future)
         self._queue.put((flat, future))
+        return future
 
     def wait(self) -> None:
         """Until all that was handed in is done; raises what the first one that failed has raised."""

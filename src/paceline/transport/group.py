@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, TimedOut
-from paceline.transport.arena import Arena, CarriedArena, StagedArena, Through
+from paceline.transport.arena import Arena, CarriedArena, Scatters, StagedArena, Through
 from paceline.transport.device_arena import DeviceArena
 from paceline.transport.mesh import Fault
 from paceline.transport.ring import Ring
@@ -48,6 +48,7 @@ class Group:
         self._past = (0, 0.0)  # bytes sent and seconds waited in arenas that were released
         self._subgroups: list[Group] = []
         self._rings: list[Ring] = []
+        self._lanes: list[Shared] = []
         self._all: Ring | None = None
         self._local: Shared | None = None
         self._leaders: Ring | None = None
@@ -77,7 +78,8 @@ class Group:
     @property
     def sent_bytes(self) -> int:
         """Bytes of this member's that others have read, over all collectives and arenas of this group."""
-        shared = sum(s.sent_bytes for s in (self._local, *self._beneath.values()) if isinstance(s, Shared))
+        every = (self._local, *self._beneath.values(), *self._lanes)
+        shared = sum(s.sent_bytes for s in every if isinstance(s, Shared))
         return shared + self._past[0] + sum(a.sent_bytes for a in self._arenas) + sum(r.sent_bytes for r in self._rings)
 
     @property
@@ -155,6 +157,16 @@ class Group:
             self._rings.remove(beneath)
             beneath.close()
 
+    def lane(self) -> Scatters:
+        """The collectives of all members over channels and memory of their own, opened by all together, for a thread
+        beside those that use the group."""
+        self._children += 1
+        name = f"{self.name}/lane-{self._children}"
+        if len(self._hosts) > 1:
+            return self._ring(self.ranks, name)
+        self._lanes.append(self._shared(name))
+        return self._lanes[-1]
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce over the members, in place: sum, mean, max, min or product."""
         if op not in OPERATIONS:
@@ -192,6 +204,16 @@ class Group:
         (self._local if len(self._hosts) == 1 and self._local else self._everyone()).all_gather(flat, out)
         rows = out.view(self.size, *tensor.shape).to(tensor.device)
         return list(rows.unbind(0))
+
+    def all_gather_into(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Put everyone's flat tensor, all of one length, into `out`, in the order of ranks; it may be a part of it."""
+        if self.size == 1:
+            out.copy_(flat)
+            return
+        host = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+        (self._local if len(self._hosts) == 1 and self._local else self._everyone()).all_gather(flat_of(flat), host)
+        if host is not out:
+            out.copy_(host)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         """My row of the sum of everyone's tensor, whose first dimension is the size of the group."""

@@ -79,6 +79,12 @@ class TorchGroup(Group):
         dist.broadcast(tensor, root)
         return tensor
 
+    def all_gather_into(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        if flat.device.type != self._kind:
+            super().all_gather_into(flat, out)
+        else:
+            dist.all_gather_into_tensor(out, flat)
+
     def close(self) -> None:
         super().close()
         if dist.is_initialized():
