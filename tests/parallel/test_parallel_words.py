@@ -42,6 +42,10 @@ def test_what_makes_no_sense_is_refused(words: str, says: str) -> None:
 def test_mixes_that_cannot_be_right_are_refused(join) -> None:
     with pytest.raises(ConfigError, match="check_finite"):
         make_precision("fp16").check(Settings(check_finite=True))
+    with pytest.raises(ConfigError, match="skip steps"):
+        beforehand.check(Settings(precision="fp16", strategy="zero(stage=1)"))
+    with pytest.raises(ConfigError, match="mesh shard=2"):
+        beforehand.check(Settings(precision="bf16(weights)", mesh="shard=2"))
     for strategy in "async", "sync", "diloco":
         with pytest.raises(ConfigError, match="masters"):
             beforehand.check(Settings(precision="bf16(weights)", strategy=strategy))

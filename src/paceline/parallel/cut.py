@@ -42,7 +42,8 @@ class Cut:
     def __init__(self, strategy: Strategy, mesh: Mesh) -> None:
         if not isinstance(strategy, AllReduce | Local):
             raise ConfigError(
-                f"--mesh {mesh.words} goes with allreduce and with local steps: servers hold whole tensors"
+                f"--mesh {mesh.words} goes with allreduce and with local steps: servers hold whole tensors, and zero "
+                "shares out what shards have already"
             )
         self.strategy, self.mesh = strategy, mesh
         self._models: dict[int, _Part] = {}  # by id of the model

@@ -58,6 +58,11 @@ class Precision:
                 "precision fp16 and check_finite: with a loss scale a gradient that is not finite is ordinary, and its "
                 "step is skipped; leave check_finite out, or use bf16"
             )
+        if self.scales and settings.strategy.partition("(")[0].strip() == "zero":
+            raise ConfigError(
+                f"precision {self.words} and strategy {settings.strategy}: zero steps parts by itself, and does not yet "
+                "skip steps whose gradients are not finite: use bf16, or the strategy allreduce"
+            )
         if (self.weights or self.scales or self.kind == "fp8") and _cuts(settings.mesh):
             raise ConfigError(
                 f"precision {self.words} and mesh {settings.mesh}: parts of parameters are kept and summed in float32, "
