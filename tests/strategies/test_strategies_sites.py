@@ -59,6 +59,11 @@ def test_one_site_is_all_reduce() -> None:
     assert torch.equal(levels[0][-1], trained(AllReduce, 5, ["a", "a"])[0][-1])
 
 
+def test_guests_need_rounds_between_sites() -> None:
+    with pytest.raises(ConfigError, match="all 2 members are one site"):
+        trained(lambda: DiLoCo(every=2, inner="allreduce", guests=2), 1, ["a", "a"])
+
+
 def test_sites_of_one_member_are_members() -> None:
     levels = trained(lambda: DiLoCo(every=2, inner="allreduce"), 5, ["a", "b"])
     apart = trained(lambda: DiLoCo(every=2), 5, ["a", "b"])

@@ -164,12 +164,18 @@ def test_all_who_are_asked_to_leave_hold_a_round_and_save_before_they_go(tmp_pat
         ("diloco(quorum=5)", (2, 4), "quorum=5 with -n 2:4: from 2"),
         ("diloco(quorum=2)", (3, 4), "quorum=2 with -n 3:4: from 3"),
         ("local(average=median)", (2, 4), "average=median: of two members it is the mean"),
-        ("diloco(quorum=2)", None, "quorum=2: only a run whose members may come and go"),
+        ("diloco(quorum=2)", 3, "quorum=2: only a run whose members may come and go"),
+        ("local(average=median)", 2, "average=median: of two members it is the mean"),
+        ("diloco(guests=2)", (2, 4), "-n MIN:MAX does not go with guests=2"),
+        ("guest('guests.json')", 2, "a guest trains alone: start it with -n 1"),
+        ("guest('guests.json')", (1, 1), "a guest trains alone: start it with -n 1"),
+        ("guest('127.0.0.1:7000')", 1, "set PACELINE_GUEST_TOKEN to the token"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
-    words: str, members: tuple[int, int] | None, why: str
+    words: str, members: tuple[int, int] | int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PACELINE_GUEST_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=re.escape(why)):
         beforehand.check_rounds(words, members)
 

@@ -82,6 +82,15 @@ def test_a_run_whose_members_train_apart(tmp_path: Path) -> None:
     )
 
 
+def test_the_last_round_is_in_what_was_sent(tmp_path: Path) -> None:
+    """There is no other one here."""
+    settings = Settings(root=str(tmp_path), name="run")
+    found(Cluster(2).run(SCRIPT, [json.dumps(["local(every=1000)", -1, -1])], settings=settings), "END")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["apart"]["rounds"] == 1
+    assert min(member["sent_bytes"] for member in summary["members"]) > 1000
+
+
 SITES = """
 import os
 os.environ["PACELINE_LABELS"] = "site-" + "ab"[int(os.environ["PACELINE_RANK"]) // 2]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from paceline.train.shown import print_summary, table, text
-from paceline.train.summary import Summary, summarise, write_summary
+from paceline.train.summary import Apart, Summary, summarise, write_summary
 from paceline.train.views import Views
 
 
@@ -233,3 +233,4 @@ def test_members_that_train_apart_are_told_what_makes_rounds_rarer() -> None:
     assert summary.apart.line == "12 rounds, now of 50 steps; members came 0.02 apart"
     assert "every=" in summary.advice
     assert "12 rounds" in text(summary)
+    assert Apart(rounds=1, every=1000).line == "1 round, now of 1,000 steps"  # cut short: it tells nothing of drift

@@ -118,8 +118,8 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
     served = servers.served(settings.strategy)
     replacing, elastic = (_replacing(given), None) if served else (None, _elastic(given))
     (beforehand.check_elastic if elastic else beforehand.check_fixed)(settings)
-    beforehand.check_rounds(settings.strategy, (elastic.least, elastic.most) if elastic else None)
     most = given.members.most
+    beforehand.check_rounds(settings.strategy, (elastic.least, elastic.most) if elastic else most)
     num_servers, _ = servers.choose(settings.strategy, settings.servers, most, replaces=replacing is not None)
     forgives = replacing is not None or servers.forgives(settings.strategy, num_servers)
     if served and given.silence_s and not forgives:

@@ -9,7 +9,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.launch import names
 
-_OF_ROUNDS = ("quorum", "overlap", "warmup", "inner", "median", "trimmed", "post_local")  # worth importing torch for
+# Worth importing torch for
+_OF_ROUNDS = ("quorum", "overlap", "warmup", "inner", "median", "trimmed", "post_local", "guest")
 # Of NVIDIA's driver, of Windows' (WSL), and of AMD's, whose devices torch calls cuda too.
 _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
 
@@ -57,17 +58,22 @@ def check_strategy(text: str, codec: str = "") -> None:
         make_strategy(text, codec)
 
 
-def check_rounds(strategy: str, members: tuple[int, int] | None) -> None:
-    """Refuse what local steps cannot do with members that come and go, as few and as many as these; None: they stay."""
+def check_rounds(strategy: str, members: tuple[int, int] | int) -> None:
+    """Refuse what local steps cannot do with members that come and go, as few and as many as these, or with so many
+    that stay; and what a guest cannot."""
     if not any(word in strategy for word in _OF_ROUNDS):
         return
-    from paceline.strategies import Local, make_strategy
+    from paceline.strategies import Guest, Local, make_strategy
 
     made = make_strategy(strategy)
-    if isinstance(made, Local) and members:
-        made.refuse_elastic(*members)
-    elif isinstance(made, Local):
+    if isinstance(made, Guest):
+        made.refuse(members if isinstance(members, int) else members[1], elastic=not isinstance(members, int))
+    elif isinstance(made, Local) and isinstance(members, int):
         made.plan.refuse_fixed()
+        if made.options["inner"] == "none":  # else sites count, which nobody knows yet
+            made.plan.average.check(members)
+    elif isinstance(made, Local) and not isinstance(members, int):
+        made.refuse_elastic(*members)
 
 
 def check_device(device: str, dev: Path = Path("/dev")) -> None:

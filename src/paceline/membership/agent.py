@@ -107,9 +107,10 @@ class Outcome:
 
     @property
     def lost(self) -> list[Ended]:
-        """Those that failed while the others went on."""
+        """Those that failed while the others went on. Who followed the failure to blame may have ended before it."""
         first = self.first_failed
-        return [e for e in (*self.replaced, *self.ended) if e.failed and e.losable and (not first or e.at < first.at)]
+        all_ = [e for e in (*self.replaced, *self.ended) if e.failed and e.losable]
+        return [e for e in all_ if not first or (e.at < first.at and not e.followed)]
 
     @property
     def first_failed(self) -> Ended | None:

@@ -13,6 +13,7 @@ limited by the group's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -156,7 +157,7 @@ class Exchange:
             self._outcome = Outcome(sent.pop() if sent else MEET, notes, [])
             idle = self._uneven and self._outcome.empty
             if self._outcome.fragment != MEET and not self._outcome.waits and not idle:
-                weights = weigh(self._average, notes) if self._uneven else self._average.weigh([n.seen for n in notes])
+                weights = weigh(self._average, notes, uneven=self._uneven)
                 self._outcome = self._outcome._replace(weights=weights)
                 self._carry(self._outcome)
         except Interrupted as error:
@@ -164,16 +165,26 @@ class Exchange:
             raise
 
 
-def weigh(average: Averaging, notes: Sequence[Note]) -> list[float]:
-    """Weights where some have trained more than others since the last round: who came late, or in the middle of one.
+def weigh(average: Averaging, notes: Sequence[Note], *, uneven: bool = True) -> list[float]:
+    """Weights of the members of a round. `uneven`: some may have trained more than others since the last one, as who
+    came late, or in the middle of it.
 
-    Who has taken no step says nothing. The plain mean is of equals: where steps are unlike, it goes by samples.
+    Who has taken no step says nothing. The plain mean is of equals: where steps are unlike, it goes by samples. Scripts
+    log after their step: where the first one is a round already, nobody can have been heard.
 
     >>> weigh(Mean(), [Note(0, Seen(samples=40), steps=5), Note(0, Seen(samples=38), steps=5), Note(0, Seen())])
     [0.5, 0.5, 0.0]
     >>> weigh(Mean(), [Note(0, Seen(samples=30), steps=4), Note(0, Seen(samples=10), steps=1)])
     [0.75, 0.25]
+    >>> from paceline.strategies.averaging import ByLoss
+    >>> weigh(ByLoss(), [Note(0, Seen(), steps=1), Note(0, Seen(), steps=1)])
+    [0.5, 0.5]
     """
+    silent = all(math.isnan(note.seen.loss) and not note.seen.tokens for note in notes)
+    if average.hears and silent and all(note.steps <= 1 for note in notes):
+        average = Mean()
+    if not uneven:
+        return average.weigh([note.seen for note in notes])
     taken = {note.steps for note in notes} - {0}
     seen = [note.seen if note.steps else note.seen._replace(sound=False) for note in notes]
     if isinstance(average, Mean) and len(taken) > 1:
@@ -182,10 +193,10 @@ def weigh(average: Averaging, notes: Sequence[Note]) -> list[float]:
 
 
 class Alone:
-    """Of a run of one: it always agrees with itself."""
+    """Of a run of one: it always agrees with itself. `uneven`: it may come to a round without a step."""
 
-    def __init__(self, average: Averaging) -> None:
-        self._average = average
+    def __init__(self, average: Averaging, *, uneven: bool = False) -> None:
+        self._average, self._uneven = average, uneven
         self._note: Note | None = None
 
     def begin(self, note: Note) -> None:
@@ -194,7 +205,9 @@ class Alone:
     def end(self) -> Outcome:
         note = self._note
         assert note is not None
-        return Outcome(note.fragment, [note], [] if note.fragment == MEET else self._average.weigh([note.seen]))
+        nothing = note.fragment == MEET or (self._uneven and not note.steps)
+        weights = [] if nothing else weigh(self._average, [note], uneven=self._uneven)
+        return Outcome(note.fragment, [note], weights)
 
     def close(self) -> None:
         pass
@@ -207,6 +220,7 @@ class Heard:
         self._name = name
         self._sums = torch.zeros(fragments, dtype=torch.float64)
         self._counts = [0] * fragments
+        self._before = [(0.0, 0)] * fragments  # of the time before, in which something was logged
 
     def __call__(self, values: Mapping[str, Any]) -> None:
         if self._name not in values:
@@ -221,14 +235,21 @@ class Heard:
     def since(self, fragment: int) -> tuple[float, int]:
         return float(self._sums[fragment]), self._counts[fragment]
 
+    def lately(self, fragment: int) -> tuple[float, int]:
+        """Since then; where nothing was, as at the end right after it was sent, in the time before."""
+        return self.since(fragment) if self._counts[fragment] else self._before[fragment]
+
     def sent(self, fragment: int) -> None:
+        self._before[fragment] = self.lately(fragment)
         self._sums[fragment] = 0.0
         self._counts[fragment] = 0
 
-    def state(self) -> list[tuple[float, int]]:
-        return [self.since(fragment) for fragment in range(len(self._counts))]
+    def state(self) -> list[tuple[float, ...]]:
+        return [(*self.since(fragment), *before) for fragment, before in enumerate(self._before)]
 
     def load(self, state: Sequence[Sequence[float]]) -> None:
-        for fragment, (total, count) in enumerate(state[: len(self._counts)]):
+        for fragment, (total, count, *before) in enumerate(state[: len(self._counts)]):
             self._sums[fragment] = total
             self._counts[fragment] = int(count)
+            if before:  # older checkpoints have none
+                self._before[fragment] = (before[0], int(before[1]))

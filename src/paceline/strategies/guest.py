@@ -89,11 +89,16 @@ class Guest:
         self._codec = c.make_code(codec)
         self.options["codec"] = codec
 
+    def refuse(self, members: int, *, elastic: bool) -> None:
+        """Say what cannot be, of a run of so many members."""
+        if members > 1 or elastic:
+            raise ConfigError("a guest trains alone: start it with -n 1; several guests are several runs")
+        self._where.check()
+
     # ---- the contract
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-        if world.group.size > 1 or world.elastic:
-            raise ConfigError("a guest trains alone: start it with -n 1; several guests are several runs")
+        self.refuse(world.group.size, elastic=world.elastic)
         if self.trips:
             raise ConfigError("a guest's parameters are known when it begins: call run.optimizer before the loop")
         self._world, world.listen = world, self._work.heard

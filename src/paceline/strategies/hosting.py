@@ -52,7 +52,8 @@ class Guests:
     def __post_init__(self) -> None:
         if not whole(self.most) or not 0 <= self.most <= 256:
             raise ConfigError(f"guests={self.most!r}: how many at a time, from 0 (none) to 256")
-        if not isinstance(self.at, str) or not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", self.at):
+        fits = isinstance(self.at, str) and re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", self.at)
+        if not fits or int(self.at.rpartition(":")[2]) > 65535:
             raise ConfigError(f"guests(at={self.at!r}): an address of this host, such as '10.0.0.1:7000'")
         if not whole(self.oldest) or self.oldest < 0:
             raise ConfigError(f"guests(oldest={self.oldest!r}): a whole number of rounds is needed, such as 4")

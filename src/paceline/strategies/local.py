@@ -168,6 +168,7 @@ class Local:
                         f"member {world.group.rank} trains by {mine}, but member {rank} by {words.decode()}"
                     )
             self._sites = Sites(world) if self._inner else None
+            self._refuse_guests_of_one_site(world)
             self._rounds = Rounds(self.plan, world, self._sites)
             self._state = RoundState(self._rounds)
             self._say_of_sites(world)
@@ -383,6 +384,15 @@ class Local:
     def _sums(self) -> AllReduce | None:
         """What adds up gradients now."""
         return self._warm or self._inner
+
+    def _refuse_guests_of_one_site(self, world: World) -> None:
+        """There are no rounds between sites then, in which the first member could tell the others what guests bring."""
+        if self.plan.guests.most and self._sites and self._sites.count == 1 < world.group.size:
+            raise ConfigError(
+                f"guests={self.plan.guests.words} with inner={self._inner_words}: all {world.group.size} members are "
+                "one site, so that there are no rounds in which guests could take part; leave inner out, or make two "
+                "sites with --label site-NAME"
+            )
 
     def _say_of_sites(self, world: World) -> None:
         if self._sites and self._sites.count == world.group.size > 1:

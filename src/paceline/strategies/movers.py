@@ -50,6 +50,12 @@ class Movers:
         self._sent = [b.detach().clone() if moved else a for b, a, moved in zip(self.now, self._agreed, changed)]
         return changed
 
+    @property
+    def sound(self) -> bool:
+        """Whether all that was noted is finite, or was not before either (a mask)."""
+        pairs = [(b, a) for b, a in zip(self._sent, self._agreed) if b is not a and b.is_floating_point()]
+        return all(bool(torch.isfinite(b).all()) or not bool(torch.isfinite(a).all()) for b, a in pairs)
+
     def carry(self, group: Group, changed: Sequence[bool], weights: Sequence[float], combine: Combine | None) -> None:
         """Exchange those that have changed on some member."""
         chosen = [i for i, moved in enumerate(changed) if moved]

@@ -55,7 +55,7 @@ class Rounds:
         self._told_bytes = 0  # to the world
         self.sites = sites
         self._group: Group | None = None  # for our exchanges alone; None: there is one member, or one site
-        self._meeting: Meeting = Alone(plan.average)
+        self._meeting: Meeting = Alone(plan.average, uneven=world.elastic)
         self.formed = False  # with the group that the world has now
         size = sites.count if sites else world.group.size
         if not world.elastic:
@@ -87,7 +87,8 @@ class Rounds:
         for part in self.parts:
             part.let_go()
         self._sent_before = self.sent_bytes
-        self._group, self._meeting, self.formed, self._under = None, Alone(self.plan.average), False, False
+        self._group, self._meeting = None, Alone(self.plan.average, uneven=self.elastic)
+        self.formed = self._under = False
 
     @property
     def _held(self) -> list[Anchors | Movers]:
@@ -229,9 +230,9 @@ class Rounds:
         squares = sum(part.differ(fragment) for part in self.parts)
         sketch = sum((part.sketch(fragment) for part in self.parts), torch.zeros(SKETCH, dtype=torch.float64))
         changed = self.movers.note() if fragment == self.cuts - 1 else [False] * len(self.movers.now)
-        total, count = self.heard.since(fragment) if self.heard else (0.0, 0)
+        total, count = self.heard.lately(fragment) if self.heard else (0.0, 0)
         seen = Seen(
-            sound=math.isfinite(squares),
+            sound=math.isfinite(squares) and (not any(changed) or self.movers.sound),
             samples=world.tally.drawn - self.drawn[fragment],
             tokens=total,
             loss=total / count if count else math.nan,
@@ -324,7 +325,9 @@ class Rounds:
 
     def _heal(self, bad: list[int]) -> None:
         """A member that was left out takes over all of what the others have, and begins anew."""
-        told = f"weights of member {', '.join(map(str, bad))} have become infinite or nan since the last round"
+        told = (
+            f"weights or buffers of member {', '.join(map(str, bad))} have become infinite or nan since the last round"
+        )
         if self.world.check_finite:
             raise PacelineError(f"{told}: lower the learning rate, clip, or look at its data")
         self.world.tell(f"{told}: they are left out, and it goes on with those of the others")

@@ -21,6 +21,7 @@ from paceline.strategies.exchange import Heard
 from paceline.strategies.luggage import Luggage
 from paceline.strategies.strategy import Tally, World
 
+_TOLD_S = 1.6  # the pause, at the beginning, with which a person is told what is waited for
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # between two calls, where the run is not reached
 
 
@@ -100,16 +101,24 @@ class Trips:
         deadline, pause_s = time.monotonic() + limit_s, 0.2
         while True:
             why = "it has no weights to give yet"
-            try:
-                self._call(fetch=True)
-            except Interrupted as error:
-                why = str(error)
+            if wait_s := self._allowance.wait_s(self._whole_bytes):
+                why = f"bytes_per_hour={self._allowance.bytes_per_hour:g} permits no call for {wait_s / 60:.0f} min"
+            else:
+                try:
+                    self._call(fetch=True)
+                except Interrupted as error:
+                    why = str(error)
             if self._luggage.round >= 0:
                 break
             if time.monotonic() + pause_s > deadline:
                 raise TimedOut(
                     f"the run at {self._where.at} gave no weights to begin with for {limit_s:g} s (--wait-limit-s): "
                     f"{why}"
+                )
+            if pause_s >= _TOLD_S > pause_s / 2:
+                self._world.tell(
+                    f"the run at {self._where.at} gives no weights to begin with yet, and is asked again for up to "
+                    f"{limit_s:g} s: {why}"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)

@@ -89,13 +89,17 @@ class Meter:
         self._before = self._readings()
 
     def waited(self, seconds: float) -> None:
-        """This member has waited for the others between two epochs, or for a batch that they might leave to it."""
-        data_s = self._readings()[0]
+        """This member has waited for the others between two epochs, or for a batch that they might leave to it.
+
+        What it has sent meanwhile counts: those who train apart hold their last round there.
+        """
+        data_s, _, sent, _ = self._readings()
         seconds += max(data_s - self._before[0], 0.0)
-        self._before = (data_s, *self._before[1:])
-        for key in ("seconds", "wait_s"):
-            self.totals[key] += seconds
-            self._since[key] += seconds
+        more = {"seconds": seconds, "wait_s": seconds, "sent_bytes": sent - self._before[2]}
+        self._before = (data_s, self._before[1], sent, self._before[3])
+        for key, value in more.items():
+            self.totals[key] += value
+            self._since[key] += value
 
     def log(self, values: dict[str, Any]) -> None:
         self._scalars.add(values)

@@ -110,7 +110,9 @@ class Apart(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def line(self) -> str:
         plural = "s" if self.rounds != 1 else ""
-        words = f"{self.rounds:,} round{plural}, now of {self.every:,} steps; members came {self.drift:.2g} apart"
+        words = f"{self.rounds:,} round{plural}, now of {self.every:,} steps"
+        if self.drift:  # there were several members, and a round that was not cut short
+            words += f"; members came {self.drift:.2g} apart"
         if self.guests:
             plural = "s" if self.guests != 1 else ""
             words += (

@@ -17,6 +17,7 @@ from paceline.server.connection import bytes_of
 from paceline.server.outside import calls as c
 from paceline.server.outside.lobby import FILE, read_note
 from paceline.server.outside.offers import check_sizes
+from paceline.transport.address import split_address
 from paceline.transport.channel import Channel, connect
 
 _CONNECT_S = 20.0
@@ -31,17 +32,23 @@ class Where:
 
     def __init__(self, at: str) -> None:
         self.at = at
-        if not re.search(r":\d+$", at) and not at.endswith(".json") and not Path(at).is_dir():
+        if isinstance(at, str) and re.search(r":\d+$", at):
+            split_address(at)
+        elif not isinstance(at, str) or (not at.endswith(".json") and not Path(at).is_dir()):
             raise ConfigError(
                 f"guest(at={at!r}): the address of the run as host:port, with {c.TOKEN} set, or a copy of its {FILE}"
             )
 
+    def check(self) -> None:
+        """ConfigError where it is clear beforehand that nothing will be found. A file may still be copied there."""
+        if re.search(r":\d+$", self.at) and not os.environ.get(c.TOKEN, ""):
+            raise ConfigError(f"guest(at={self.at!r}): set {c.TOKEN} to the token that the run's {FILE} has")
+
     def find(self) -> tuple[str, str]:
         """Address and token, as they are now: the file may have been copied anew."""
+        self.check()
         if re.search(r":\d+$", self.at):
-            if not (token := os.environ.get(c.TOKEN, "")):
-                raise ConfigError(f"guest(at={self.at!r}): set {c.TOKEN} to the token that the run's {FILE} has")
-            return self.at, token
+            return self.at, os.environ[c.TOKEN]
         path = Path(self.at)
         note = read_note(path / FILE if path.is_dir() else path)
         if note is None:

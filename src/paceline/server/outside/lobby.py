@@ -150,8 +150,8 @@ class Lobby:
                 "the guest's model is not the run's: parameters that are trained must have the same names and shapes, "
                 "and those that are not the same values. Use the same script, and load the same weights before training"
             )
-        if not 0 < len(call.guest) <= 64:
-            raise ConfigError("a guest's name has 1 to 64 letters")
+        if not 0 < len(call.guest) <= 64 or not call.guest.isascii() or not call.guest.isalnum():
+            raise ConfigError("a guest's name has 1 to 64 letters and digits")  # it goes to a person's terminal
         channel.send(c.encode(msgspec.structs.replace(self._offers.asked(call), name=self.name)))
         deadline = time.monotonic() + _LINGERS_S
         while True:

@@ -66,8 +66,8 @@ class Shelf:
 
     def _wrapped(self, words: str) -> Wrapped:
         alive = self._alive.setdefault(words, weakref.WeakSet())
-        if len(alive) >= _AT_ONCE:
-            return max(alive, key=lambda wrapped: wrapped.round)
+        if len(held := list(alive)) >= _AT_ONCE:  # held: a guest that ends now would let it go
+            return max(held, key=lambda wrapped: wrapped.round)
         made = wrap(self.round, self._weights(), make_weights_code(words))
         alive.add(made)
         return made
