@@ -154,11 +154,11 @@ TASKS = {
     "gpt": Task(
         make=character_gpt,
         optimizer=_adamw,
-        draw=_draw_text(16),
+        draw=_draw_text(64),
         measure=_text_loss,
-        batch=16,
-        lr=1e-3,
-        steps=1000,
+        batch=64,
+        lr=2e-3,
+        steps=6000,
         rising=False,
     ),
     "cnn": Task(

@@ -23,6 +23,7 @@ from bench import _network_worker as network
 from bench import workers
 from bench._local_tasks import TASKS, Task
 
+_OUTER, _FOUR_BITS = "outer='nesterov(lr=1.0, momentum=0.5)'", "codec='quantize(4), back=quantize(4)'"
 SIDES: dict[str, dict[str, Any]] = {
     "alone": {"kind": "alone", "every": 20},
     "ddp": {"kind": "ddp", "every": 1},
@@ -32,14 +33,14 @@ SIDES: dict[str, dict[str, Any]] = {
     "diloco": {
         "kind": "ours",
         "every": 60,
-        "strategy": "diloco(every=60, codec='quantize(4), back=quantize(4)')",
+        "strategy": f"diloco(every=60, {_OUTER}, {_FOUR_BITS})",
     },
     "diloco overlap": {
         "kind": "ours",
         "every": 60,
-        "strategy": "diloco(every=60, codec='quantize(4), back=quantize(4)', overlap=12)",
+        "strategy": f"diloco(every=60, {_OUTER}, {_FOUR_BITS}, overlap=12)",
     },
-    "sparseloco": {"kind": "ours", "every": 50, "strategy": "sparseloco(every=50)"},
+    "sparseloco": {"kind": "ours", "every": 30, "strategy": "sparseloco(every=30)"},
 }
 
 

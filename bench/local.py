@@ -114,6 +114,7 @@ def _worker() -> None:
     import torch
 
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")  # on a GPU: TF32
     serve(worker.FUNCTIONS)
 
 
