@@ -60,8 +60,8 @@ class Precision:
             )
         if self.scales and settings.strategy.partition("(")[0].strip() == "zero":
             raise ConfigError(
-                f"precision {self.words} and strategy {settings.strategy}: zero steps parts by itself, and does not yet "
-                "skip steps whose gradients are not finite: use bf16, or the strategy allreduce"
+                f"precision {self.words} and strategy {settings.strategy}: zero steps parts by itself, and does not "
+                "skip steps yet whose gradients are not finite: use bf16, or the strategy allreduce"
             )
         if (self.weights or self.scales or self.kind == "fp8") and _cuts(settings.mesh):
             raise ConfigError(
