@@ -477,6 +477,24 @@ def test_one_that_starts_when_the_run_finishes_is_not_lost():
     assert (seen.state, seen.again_at) == ("drained", 0.0)
 
 
+def test_one_that_was_to_join_when_the_others_finished_is_sent_home():
+    roster = Roster(Rules(least=1, target=2, most=2), now=0.0)
+    roster.host("a", 2, (), 0.0)
+    for id in (0, 1):
+        roster.arrive(id, Member(rank=id, host="a", pid=id + 1), 0, 0.1)
+    roster.formed(0, 1, 0.2)
+    roster.ended("a", 1, -9, 0.3)
+    roster.formed(0, 2, 0.4)
+    roster.tick(5.0)
+    roster.arrive(1, Member(rank=1, host="a", pid=9), 0, 5.1)
+    roster.ready(1, 0, 5.2)
+    assert ids(roster.look(5.2, 5.2).view) == [0, 1]  # which the first one never comes to
+    roster.take()
+    roster.leave(0, "finished", 5.3)
+    assert roster.over == ""
+    assert (1, Drain) in [(to, type(order)) for to, order in roster.take()]
+
+
 def test_a_restarted_scheduler_makes_no_new_view():
     world = World({"a": 2, "b": 1}, least=1, target=3, most=3)
     formed(world)

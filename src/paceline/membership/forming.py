@@ -34,7 +34,8 @@ class Forming:
             return
         if run.over is None and run.view:
             self._drop_lost(now)
-        if run.over is None and run.view and all(self._seat(i).state == "finished" for i in run.ids):
+        base = run.old if run.pending else run.ids  # who was only to join them has nothing left to do
+        if run.over is None and run.view and base and all(self._seat(i).state == "finished" for i in base):
             self._books.end("left", "")
         if run.over is None and run.view is None:
             self._first(now)
