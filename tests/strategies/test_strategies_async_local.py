@@ -110,11 +110,11 @@ def loss_of(model: torch.nn.Module) -> float:
 
 @pytest.mark.parametrize("codec", ["", "quantize(8)"])
 def test_all_train_and_agree_in_the_end(codec: str) -> None:
-    strategy = "async_local(every=4, lr=1.0, momentum=0.5)"
+    strategy = "async_local(every=4, lr=0.5, momentum=0.0)"  # small steps: how late pushes come is left to the machine
 
     def body(group: Group) -> tuple[torch.Tensor, float]:
         with closing(apart(group, make_strategy(strategy, codec))) as member:  # type: ignore[arg-type]
-            member.train(40)
+            member.train(80)
             member.strategy.together(end=True)
             return member.weights, loss_of(member.model)
 
