@@ -132,7 +132,8 @@ class Movers:
             for (name, _, _), b, agreed in zip(self._places, self._own or self.now, self._agreed)
             if not _same(b, agreed)
         }
-        return {**own, "coming": torch.tensor(sorted(self._came), dtype=torch.int64)}
+        sent = {f"sent {self._places[i][0]}": self._sent[i] for i in self._came if i < len(self._sent)}
+        return {**own, **sent, "coming": torch.tensor(sorted(self._came), dtype=torch.int64)}
 
     @torch.no_grad()
     def load(self, state: dict[str, torch.Tensor]) -> None:
@@ -140,6 +141,7 @@ class Movers:
             if name in state:
                 b.copy_(state[name])
         self._came = {i: self._agreed[i] for i in state["coming"].tolist() if i < len(self._agreed)}
+        self._sent = [state.get(f"sent {name}", b) for (name, _, _), b in zip(self._places, self.now)]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
