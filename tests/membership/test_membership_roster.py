@@ -461,13 +461,18 @@ def test_when_all_have_finished_the_run_is_over():
         world.roster.arrive(0, Member(rank=0, host="a", pid=9), 0, world.now)
 
 
-def test_one_that_starts_when_the_run_finishes_is_not_lost():
+def one_of_two_lost():
     roster = Roster(Rules(least=1, target=2, most=2), now=0.0)
     roster.host("a", 2, (), 0.0)
     for id in (0, 1):
         roster.arrive(id, Member(rank=id, host="a", pid=id + 1), 0, 0.1)
     roster.formed(0, 1, 0.2)
     roster.ended("a", 1, -9, 0.3)
+    return roster
+
+
+def test_one_that_starts_when_the_run_finishes_is_not_lost():
+    roster = one_of_two_lost()
     roster.tick(5.0)
     assert roster.look(5.0, 5.0).members[1].state == "starting"
     roster.leave(0, "finished", 5.1)
@@ -478,12 +483,7 @@ def test_one_that_starts_when_the_run_finishes_is_not_lost():
 
 
 def test_one_that_was_to_join_when_the_others_finished_is_sent_home():
-    roster = Roster(Rules(least=1, target=2, most=2), now=0.0)
-    roster.host("a", 2, (), 0.0)
-    for id in (0, 1):
-        roster.arrive(id, Member(rank=id, host="a", pid=id + 1), 0, 0.1)
-    roster.formed(0, 1, 0.2)
-    roster.ended("a", 1, -9, 0.3)
+    roster = one_of_two_lost()
     roster.formed(0, 2, 0.4)
     roster.tick(5.0)
     roster.arrive(1, Member(rank=1, host="a", pid=9), 0, 5.1)

@@ -190,3 +190,42 @@ def test_a_function_makes_a_model_part_by_part(tmp_path: Path) -> None:
         ended.append(torch.load(tmp_path / "state.pt"))
     assert ended[0]["model.0.0.weight"].std() > 0.1
     assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
+
+
+ADDED_UP = """
+        optimizer.zero_grad()
+        with run.accumulate():
+            F.cross_entropy(model(a[:2]), b[:2]).mul(0.5).backward()
+        F.cross_entropy(model(a[2:]), b[2:]).mul(0.5).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_passes_that_are_added_up_are_one_step(tmp_path: Path) -> None:
+    """Two passes of half a batch each, on replicas that are cut, equal one pass on whole ones."""
+    once = TRAINED.replace("batch_size=16 // run.size", "batch_size=4") + SAVED
+    step = once[once.index("        optimizer.zero_grad()") : once.index("run._strategy")]
+    ended = []
+    for script, mesh in ((once.replace(step, ADDED_UP.lstrip("\n")), "shard=2"), (once, "")):
+        done = run(tmp_path, script, "-n", "4", "--mesh", mesh, "--name", mesh or "whole", more=("2",))
+        assert done.returncode == 0, done.stderr
+        ended.append(torch.load(tmp_path / "state.pt"))
+    for name, value in ended[0].items():
+        torch.testing.assert_close(value, ended[1][name], rtol=1e-4, atol=2e-6)
+
+
+def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    script = TRAINED.replace("F.cross_entropy(model(a), b)", "(F.cross_entropy(model(a), b) * float('inf'))")
+    done = run(tmp_path, script, "-n", "2", "--mesh", "shard=2", "--check-finite", more=("1",))
+    assert "a gradient is not finite: parameter '0.weight' on member 0, parameter '0.weight' on member 1" in done.stderr
+
+
+def test_a_member_that_is_killed_ends_the_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    killed = "        if run.rank == 1 and run.step == 2: os.kill(os.getpid(), 9)\n        optimizer.step()\n"
+    script = "import os\n" + TRAINED.replace("        optimizer.step()\n", killed)
+    before = set(os.listdir("/dev/shm"))
+    done = run(tmp_path, script, "-n", "2", "--mesh", "shard=2", more=("1",))
+    assert done.returncode == 137, done.stderr
+    assert "rank 1 failed first: exit code -9 (SIGKILL)" in done.stderr
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "paceline" in name}

@@ -1,18 +1,14 @@
 """How the members of a run stand to each other: `--mesh "replicate=2,shard=2"`.
 
     replicate   whole models, made to agree by the strategy
-    stage       layers, one behind the other
-    shard       every tensor in parts, put together when it is needed; members of it train on batches of their own
-    split       the products within layers in parts
+    shard       every tensor in parts, put together when it is needed
 
-Neighbours in the last one are neighbours by rank, since they talk most: rank = ((replicate · stages + stage) · shards +
-shard) · splits + split.
+Members of a shard are neighbours by rank, since they talk most: rank = replicate · shards + shard. All train on batches
+of their own.
 
 >>> mesh = parse("shard=2", 8)
->>> mesh
-Mesh(replicate=4, stage=1, shard=2, split=1)
->>> mesh.at(5), mesh.alike(5), mesh.apart(5)
-(Mesh(replicate=2, stage=0, shard=1, split=0), [1, 3, 5, 7], [4, 5])
+>>> mesh, mesh.alike(5), mesh.apart(5)
+(Mesh(replicate=4, shard=2), [1, 3, 5, 7], [4, 5])
 """
 
 from __future__ import annotations
@@ -24,21 +20,15 @@ from paceline.core.errors import ConfigError, nearest
 
 
 class Mesh(NamedTuple):
-    """Sizes; or where a member stands, counted from 0."""
+    """How many there are in each dimension."""
 
     replicate: int = 1
-    stage: int = 1
     shard: int = 1
-    split: int = 1
-
-    @property
-    def size(self) -> int:
-        return math.prod(self)
 
     @property
     def cuts(self) -> bool:
         """Whether a replica has more than one member."""
-        return self.size > self.replicate
+        return self.shard > 1
 
     @property
     def words(self) -> str:
@@ -48,32 +38,24 @@ class Mesh(NamedTuple):
         """
         return ",".join(f"{name}={n}" for name, n in self._asdict().items() if n > 1)
 
-    def at(self, rank: int) -> Mesh:
-        """Where a member stands."""
-        rank, split = divmod(rank, self.split)
-        rank, shard = divmod(rank, self.shard)
-        replicate, stage = divmod(rank, self.stage)
-        return Mesh(replicate, stage, shard, split)
-
     def alike(self, rank: int) -> list[int]:
-        """The members that hold the same part as this one."""
-        return [r for r in range(self.size) if self.at(r)[1:] == self.at(rank)[1:]]
+        """The members that hold the same parts as this one."""
+        return list(range(rank % self.shard, self.replicate * self.shard, self.shard))
 
     def apart(self, rank: int) -> list[int]:
         """The members that hold one replica with this one."""
-        return [r for r in range(self.size) if self.at(r).replicate == self.at(rank).replicate]
-
-    def reader(self, rank: int) -> tuple[int, int]:
-        """Which share of the data a member is to see, and of how many: those of one shard see the same."""
-        at = self.at(rank)
-        return at.replicate * self.shard + at.shard, self.replicate * self.shard
+        first = rank - rank % self.shard
+        return list(range(first, first + self.shard))
 
 
-def parse(text: str, size: int) -> Mesh:
+def parse(text: str, size: int, against: str = "") -> Mesh:
     """The mesh of so many members; what is left of them is replicated.
 
+    Args:
+        against: what of the run does not go with replicas that are cut; "": nothing.
+
     >>> parse("", 2)
-    Mesh(replicate=2, stage=1, shard=1, split=1)
+    Mesh(replicate=2, shard=1)
     >>> parse("shard=3", 4)
     Traceback (most recent call last):
       ...
@@ -101,4 +83,9 @@ def parse(text: str, size: int) -> Mesh:
         which = f"{below} or {below + needed}" if below else f"{needed}"
         raise ConfigError(f"mesh {text!r} needs a multiple of {needed} members, and there are {size}: start {which}")
     sizes.setdefault("replicate", size // needed)
-    return Mesh(**sizes)
+    mesh = Mesh(**sizes)
+    if mesh.cuts and against:
+        raise ConfigError(
+            f"--mesh {mesh.words} does not go with {against}: all members of a replica are needed at every step"
+        )
+    return mesh

@@ -53,14 +53,7 @@ def check_fixed(settings: Settings) -> None:
 
 def check_mesh(settings: Settings, members: int, *, elastic: bool, served: bool) -> None:
     """Refuse a mesh that does not fit the members, and what cannot be cut."""
-    mesh = parse(settings.mesh, members)
-    if mesh.stage > 1 or mesh.split > 1:
-        raise ConfigError(f"--mesh {mesh.words}: stages and splits are not there yet: use replicate and shard")
-    if mesh.cuts and (elastic or served):
-        kind = "-n MIN:MAX" if elastic else f"--strategy {settings.strategy}"
-        raise ConfigError(
-            f"--mesh {mesh.words} does not go with {kind}: all members of a replica are needed at every step"
-        )
+    parse(settings.mesh, members, "-n MIN:MAX" if elastic else f"--strategy {settings.strategy}" if served else "")
 
 
 def check_strategy(text: str, codec: str = "") -> None:

@@ -22,11 +22,13 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
 from paceline.parallel.pieces import Pieces, fill, like, local, whole
 from paceline.strategies import AllReduce, Local, Strategy, Tally, World
 from paceline.strategies.buckets import PACE, SAMPLES
+from paceline.strategies.engine import report_bad
+from paceline.strategies.strategy import Inside
 from paceline.transport.group import Group
 
 _WEIGHT, _WISH, _BAD = range(3)
@@ -77,7 +79,7 @@ class Cut:
                         "was cut: make the optimizer after model = run.model(model), from its parameters"
                     )
         if part.inside is None:
-            part.inside = _Inside(world, self._alike(world.group))
+            part.inside = Inside(world, self._alike(world.group), tally=Tally(), check_finite=False)
             part.pieces = Pieces(model)
         assert part.pieces
         part.shadows[id(optimizer)] = shadow = _Shadow(optimizer, part.pieces)
@@ -86,7 +88,7 @@ class Cut:
 
     def _alike(self, group: Group) -> Group:
         """The members that hold the same parts."""
-        made = [group.subgroup(ranks) for ranks in _unique(self.mesh.alike(r) for r in range(group.size))]
+        made = [group.subgroup(self.mesh.alike(rank)) for rank in range(self.mesh.shard)]
         return next(each for each in made if each)
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,12 +124,17 @@ class Cut:
         weight, part.weights = sum(part.weights) / len(part.weights), []
         found = pieces.pull()
         bad = next((n for n, (p, _) in pieces.of.items() if world.check_finite and not _finite(p.grad)), "")
-        shares = self._tell(world, weight, bool(bad))
+        shares = self._tell(world, weight, bad)
         mean = sum(shares) / len(shares)  # of those whose gradients the cut has averaged
-        if bad or world.check_finite:
-            self._report(world, bad)
-        for _, gradient in found if mean not in (0.0, 1.0) else ():
-            gradient.div_(mean)
+        if mean not in (0.0, 1.0):
+            if part.exchanged:
+                raise ConfigError(
+                    "several backward passes before one step, of batches that are not full: put all but the last one "
+                    "under run.accumulate(), or leave short batches out with drop_last=True"
+                )
+            for _, gradient in found:
+                gradient.div_(mean)
+        part.exchanged = True
         inside.tally.weigh(mean)
         if inside.group.size > 1 and found:
             with torch.enable_grad():
@@ -137,37 +144,26 @@ class Cut:
         else:
             world.passed += 1
 
-    def _tell(self, world: World, weight: float, bad: bool) -> list[float]:
+    def _tell(self, world: World, weight: float, bad: str) -> list[float]:
         """Tell all of this member's batch and wishes; the weights of the batches in the mean that the cut has made."""
         group = world.group
-        mine = [weight, float(world.wish), float(bad), *([0.0] * PACE)]
+        mine = [weight, float(world.wish), float(bool(bad)), *([0.0] * PACE)]
         mine[_WORDS : _WORDS + len(world.pace)] = world.pace
         mine[_WORDS + SAMPLES] = world.tally.pending
         rows = [row.tolist() for row in group.all_gather(torch.tensor(mine, dtype=torch.float64))]
         world.granted = world.granted or any(row[_WISH] for row in rows)
         world.paces = [x for row in rows for x in row[_WORDS:]]
         world.weighed = sum(row[_WEIGHT] for row in rows)
-        at = self.mesh.at(group.rank)
-        return [row[_WEIGHT] for r, row in enumerate(rows) if self.mesh.at(r)._replace(shard=0) == at._replace(shard=0)]
-
-    def _report(self, world: World, bad: str) -> None:
-        told = [name.decode() for name in world.group.exchange(bad.encode())]
-        if where := ", ".join(f"parameter {name!r} on member {rank}" for rank, name in enumerate(told) if name):
-            raise PacelineError(
-                f"a gradient is not finite: {where}. Look at that member's batch and loss, lower the learning rate, "
-                "or clip; without --check-finite the step would have been applied"
-            )
+        if any(row[_BAD] for row in rows):
+            report_bad(bad, group)
+        return [rows[rank][_WEIGHT] for rank in self.mesh.apart(group.rank)]
 
     # ---- steps
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         self._kept.clear()
-        part = self._drives[id(optimizer)]
-        if part.busy and part.inside:
-            part.inside.closing = True  # a window of accumulation ends with the step
-            self.reduced()
-            part.inside.closing = False
-        return self.strategy.finish(part.shadows[id(optimizer)].follow())
+        self.reduced()
+        return self.strategy.finish(self._drives[id(optimizer)].shadows[id(optimizer)].follow())
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.strategy.stepped(self._drives[id(optimizer)].shadows[id(optimizer)])
@@ -175,7 +171,7 @@ class Cut:
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         for part in self._models.values():
             if optimizer and id(optimizer) in part.shadows:
-                part.busy, part.weights = False, []
+                part.busy, part.weights, part.exchanged = False, [], False
                 self.strategy.cleared(part.shadows[id(optimizer)])
         if optimizer is None:
             self.strategy.cleared()
@@ -196,28 +192,12 @@ class Cut:
 
     def together(self, *, keep: bool = False, end: bool = False) -> None:
         self.strategy.together(keep=keep, end=end)
-        for part in self._models.values():
-            self._agree_on_buffers(part)
+        assert self._world
+        for buffer in [buffer for part in self._models.values() for buffer in part.model.buffers()]:
+            self._world.group.broadcast(local(buffer))
         if keep:
             with self.strategy.showing():
                 self._keep_all()
-
-    def _agree_on_buffers(self, part: _Part) -> None:
-        """Buffers are those of the first of the members that have the same ones."""
-        assert self._world
-        at = self.mesh.at(self._world.group.rank)
-        if self._near is None:
-            groups = _unique(
-                [r for r in range(self.mesh.size) if self.mesh.at(r).stage == self.mesh.at(s).stage]
-                for s in range(self.mesh.size)
-            )
-            made = [self._world.group.subgroup(ranks) for ranks in groups]
-            self._near = made[at.stage]
-        assert self._near
-        for buffer in part.model.buffers():
-            self._near.broadcast(local(buffer))
-
-    _near: Group | None = None
 
     def _keep_all(self) -> None:
         """Put the parts together, tensor by tensor, on the first member."""
@@ -309,8 +289,9 @@ class _Part:
     def __init__(self, model: nn.Module, cut: Cut) -> None:
         self.model = model
         self.busy = False  # a pass has begun whose gradients the strategy has not seen
+        self.exchanged = False  # since gradients were cleared
         self.weights: list[float] = []  # of the passes whose gradients are being added up
-        self.inside: _Inside | None = None
+        self.inside: Inside | None = None
         self.pieces: Pieces | None = None
         self.shadows: dict[int, _Shadow] = {}  # by id of the optimizer
         self._pass = -1
@@ -335,31 +316,6 @@ class _Part:
         cut.arm()
         weight = self.weights[-1]
         return None if weight == 1.0 else gradient * weight if weight else torch.zeros_like(gradient)
-
-
-class _Inside(World):
-    """The run as the members see it that hold the same parts."""
-
-    def __init__(self, world: World, group: Group) -> None:
-        self._run = world
-        self.closing = False
-        super().__init__(
-            group,
-            status=world.status,
-            tally=Tally(),
-            seed=world.seed,
-            tell=world.tell,
-            limit_s=world.limit_s,
-        )
-        self.listen = None
-
-    @property
-    def accumulating(self) -> bool:
-        return self._run.accumulating and not self.closing
-
-    @accumulating.setter
-    def accumulating(self, accumulating: bool) -> None:
-        pass  # the run says so
 
 
 class _Shadow(torch.optim.Optimizer):
@@ -389,7 +345,3 @@ def _finite(gradient: torch.Tensor | None) -> bool:
 
 def _host(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
     return tensor.detach().to("cpu", copy=True) if keep else None
-
-
-def _unique(lists: Any) -> list[list[int]]:
-    return list(map(list, dict.fromkeys(map(tuple, lists))))

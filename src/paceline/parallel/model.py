@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from paceline.core.errors import ConfigError, nearest
 from paceline.core.mesh import Mesh
 from paceline.parallel.layers import recompute_layers
 from paceline.parallel.outline import initialise, outline
@@ -17,8 +16,6 @@ from paceline.strategies.replicas import make_equal
 from paceline.transport.group import Group
 from paceline.transport.torch_backend import with_torch
 from paceline.transport.torch_group import TorchGroup
-
-OFFLOADS = ("none", "parameters")
 
 
 def device_mesh(mesh: Mesh, group: Group, device: torch.device) -> DeviceMesh:
@@ -36,15 +33,9 @@ def cut_model(
     seed: int,
     *,
     recompute: bool = False,
-    offload: str = "none",
+    offload: bool = False,
 ) -> nn.Module:
     """Cut a model, or what a function makes, in place; see `Run.model`."""
-    if offload not in OFFLOADS:
-        raise ConfigError(f"run.model(offload={offload!r}): {nearest(offload, OFFLOADS)}")
-    if offload != "none" and mesh.shard == 1:
-        raise ConfigError(
-            f"run.model(offload={offload!r}): parts lie in host memory where there are parts: --mesh shard=2"
-        )
     if isinstance(given, nn.Module):
         model = given.to(device) if device.type == "cpu" else given
         make_equal(group, dict(model.named_parameters()), dict(model.named_buffers()))
@@ -53,9 +44,9 @@ def cut_model(
     where = device_mesh(mesh, group, device)
     if recompute:
         recompute_layers(model)
-    if mesh.shard > 1:
-        shard(model, where["shard"], offload=offload == "parameters")
+    shard(model, where["shard"], offload=offload)
     if not isinstance(given, nn.Module):
-        model.to_empty(device=device)
-        initialise(model, device, seed)
+        home = torch.device("cpu") if offload else device
+        model.to_empty(device=home)
+        initialise(model, home, seed)
     return model

@@ -11,14 +11,31 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, nearest
+from paceline.parallel.layers import recompute_layers
 from paceline.parallel.pieces import fill
 
+OFFLOADS = ("none", "parameters")
 
-def whole_model(make: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
-    """What a function makes, with the weights that it has on any mesh."""
-    model = outline(make).to_empty(device=device)
-    initialise(model, device, seed)
+
+def check_offload(offload: str, *, cuts: bool) -> None:
+    if offload not in OFFLOADS:
+        raise ConfigError(f"run.model(offload={offload!r}): {nearest(offload, OFFLOADS)}")
+    if offload != "none" and not cuts:
+        raise ConfigError(f"run.model(offload={offload!r}): parts lie in host memory where there are: --mesh shard=2")
+
+
+def whole_model(
+    given: nn.Module | Callable[[], nn.Module], device: torch.device, seed: int, *, recompute: bool = False
+) -> nn.Module:
+    """A model, or what a function makes, with the weights that it has on any mesh."""
+    if isinstance(given, nn.Module):
+        model = given.to(device)
+    else:
+        model = outline(given).to_empty(device=device)
+        initialise(model, device, seed)
+    if recompute:
+        recompute_layers(model)
     return model
 
 

@@ -19,14 +19,6 @@ SCALE = 65536.0
 EVERY = 2000
 
 
-def _cuts(mesh: str) -> bool:
-    """
-    >>> _cuts("replicate=4"), _cuts("shard=2")
-    (False, True)
-    """
-    return any(name in mesh for name in ("stage", "shard", "split"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """What a model computes in, and what its parameters are."""
@@ -63,7 +55,7 @@ class Precision:
                 f"precision {self.words} and strategy {settings.strategy}: zero steps parts by itself, and does not "
                 "skip steps yet whose gradients are not finite: use bf16, or the strategy allreduce"
             )
-        if (self.weights or self.scales or self.kind == "fp8") and _cuts(settings.mesh):
+        if (self.weights or self.scales or self.kind == "fp8") and "shard" in settings.mesh:
             raise ConfigError(
                 f"precision {self.words} and mesh {settings.mesh}: parts of parameters are kept and summed in float32, "
                 "and models compute in fp32 or bf16: use one of these"

@@ -9,24 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from paceline.parallel.layers import layers
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None = None, offload: bool = False) -> None:
-    """Shard a model in place.
-
-    Args:
-        dtype: what is computed in; parameters stay as they are.
-        offload: parts lie in host memory, and are copied to the device when they are needed.
-    """
+def shard(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
+    """Shard a model in place; `offload`: parts lie in host memory while they are not needed."""
     options: dict[str, Any] = {"mesh": mesh}
-    if dtype:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for layer in list(layers(model)):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from paceline.core.errors import ConfigError
 from paceline.core.words import build
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.strategy import World
+from paceline.strategies.strategy import Inside, World
 from paceline.transport.group import Group
 
 LABEL = "site-"
@@ -44,7 +44,7 @@ class Sites:
         mine = found[names[group.rank]]
         self.leads = mine[0] == group.rank
         self._first = [found[name][0] for name in names]  # by rank, of its site
-        self.inside = _Inside(world, self._part(group)) if self.count > 1 else world  # where gradients are summed
+        self.inside = Inside(world, self._part(group)) if self.count > 1 else world  # where gradients are summed
         near = self._part(group) if self.count > 1 else None  # made by all, since names of groups are counted
         self.near = near if near and near.size > 1 else None
         self.leaders = group.subgroup([ranks[0] for ranks in self._ranks]) if self.count > 1 else None
@@ -78,30 +78,6 @@ class Sites:
             speaker = group.ranks.index(leaders.ranks[leaders.speakers[leaders.rank]])
         told = [json.loads(words) for words in group.exchange(json.dumps(speaker).encode())]
         return [told[first] for first in self._first]
-
-
-class _Inside(World):
-    """The run as its members of one site see it. Checkpoints and paces are the whole run's, and told at rounds."""
-
-    def __init__(self, world: World, group: Group) -> None:
-        self._run = world
-        super().__init__(
-            group,
-            status=world.status,
-            tally=world.tally,
-            check_finite=world.check_finite,
-            seed=world.seed,
-            tell=world.tell,
-            limit_s=world.limit_s,
-        )
-
-    @property
-    def accumulating(self) -> bool:
-        return self._run.accumulating
-
-    @accumulating.setter
-    def accumulating(self, accumulating: bool) -> None:
-        pass  # the run says so
 
 
 def make_inner(words: AllReduce | str | None) -> AllReduce | None:

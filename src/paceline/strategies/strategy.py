@@ -204,6 +204,23 @@ class World:
         return self.together(operation) if self.together else operation(self.group)
 
 
+class Inside(World):
+    """The run as some of its members see it, in a group of their own. Checkpoints and paces are the whole run's."""
+
+    def __init__(self, world: World, group: Group, **own: Any) -> None:
+        self._run = world
+        shared = {name: getattr(world, name) for name in ("status", "tally", "check_finite", "seed", "tell", "limit_s")}
+        super().__init__(group, **(shared | own))
+
+    @property
+    def accumulating(self) -> bool:
+        return self._run.accumulating
+
+    @accumulating.setter
+    def accumulating(self, accumulating: bool) -> None:
+        pass  # the run says so
+
+
 def _raise(error: Interrupted) -> Never:
     raise error
 

@@ -20,7 +20,6 @@ from paceline.core import dismissal, queue
 from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.events import Events, JsonLines
-from paceline.core.mesh import Mesh
 from paceline.core.mesh import parse as parse_mesh
 from paceline.core.settings import Settings
 from paceline.core.status import BEFORE, Status
@@ -131,9 +130,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         else:
             group = _form(wires[0], place.workers, agreed.transport, device)
     status.set("preparing")
-    mesh = parse_mesh(agreed.mesh, group.size)
+    mesh = parse_mesh(agreed.mesh, group.size, "-n MIN:MAX" if line else agreed.strategy if place.servers else "")
     if mesh.cuts:
-        _check_mesh(mesh, place, elastic=line is not None)
         chosen = Cut(chosen, mesh)
 
     first = group.rank == 0 and not (team and team.outside)
@@ -207,15 +205,6 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             run._tell(_shards_live_here(agreed.strategy))
     _current = run
     return run
-
-
-def _check_mesh(mesh: Mesh, place: Place, *, elastic: bool) -> None:
-    """Refuse what cannot be cut."""
-    if elastic or place.servers:
-        kind = "-n MIN:MAX" if elastic else "servers"
-        raise ConfigError(
-            f"--mesh {mesh.words} does not go with {kind}: all members of a replica are needed at every step"
-        )
 
 
 def _check_elastic(strategy: Strategy, settings: Settings, least: int, most: int) -> None:

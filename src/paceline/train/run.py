@@ -21,8 +21,7 @@ from paceline.core.status import Status
 from paceline.data import Loader
 from paceline.data.uploads import Uploads
 from paceline.parallel.cut import Cut, CutModel
-from paceline.parallel.layers import recompute_layers
-from paceline.parallel.outline import whole_model
+from paceline.parallel.outline import check_offload, whole_model
 from paceline.parallel.precise import Precise
 from paceline.parallel.precision import make_precision
 from paceline.server.dealing import Dealer
@@ -82,6 +81,7 @@ class Run:
         if dealer:
             dealer.rest = strategy.rest
         self._strategy = strategy
+        self._cut = strategy if isinstance(strategy, Cut) else None  # where replicas are
         self._events = events
         self._status = status
         self._tally = Tally()
@@ -121,7 +121,7 @@ class Run:
             dealer=dealer,
             team=team,
             labels=labels,
-            place=lambda: strategy.mesh.reader(self.rank) if isinstance(strategy, Cut) else (self.rank, self.size),
+            place=lambda: (self.rank, self.size),
             asked=lambda loader: self._loop.asked(loader),
             owed=lambda: self._loop.window.open or strategy.owes,
             warn=self._warn,
@@ -204,29 +204,15 @@ class Run:
                 more to compute. Layers are the elements of the model's lists (ModuleList, Sequential).
             offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
         """
-        if isinstance(self._strategy, Cut):
-            from paceline.parallel.model import cut_model
+        check_offload(offload, cuts=self._cut is not None)
+        if self._cut is None:
+            return whole_model(model, self.device, self.seed, recompute=recompute)
+        from paceline.parallel.model import cut_model
 
-            model = cut_model(
-                model,
-                self._strategy.mesh,
-                self._world.group,
-                self.device,
-                self.seed,
-                recompute=recompute,
-                offload=offload,
-            )
-            self._strategy.take(model, self._world)
-            return model
-        if offload != "none":
-            raise ConfigError(
-                f"run.model(offload={offload!r}): parts lie in host memory where there are: --mesh shard=2"
-            )
-        if not isinstance(model, torch.nn.Module):
-            model = whole_model(model, self.device, self.seed)
-        if recompute:
-            recompute_layers(model)
-        return model.to(self.device)
+        kinds = {"recompute": recompute, "offload": offload == "parameters"}
+        part = cut_model(model, self._cut.mesh, self._world.group, self.device, self.seed, **kinds)
+        self._cut.take(part, self._world)
+        return part
 
     def optimizer(self, optimizer: O, model: torch.nn.Module) -> O:
         """Make this optimizer part of the run: the same object, whose steps the members now take together.
@@ -241,13 +227,11 @@ class Run:
         self._precise.adopt(model, optimizer)
         if not any(m is model for m in self._models):
             self._models.append(model)
-            saved = CutModel(model, self._strategy) if isinstance(self._strategy, Cut) else model
-            self._saver.add(f"{MODEL}{len(self._models) - 1}", saved)
+            self._saver.add(f"{MODEL}{len(self._models) - 1}", CutModel(model, self._cut) if self._cut else model)
         self._optimizers.append(optimizer)
-        cut = self._strategy if isinstance(self._strategy, Cut) else None
         self._saver.add(
             f"optimizer.{len(self._optimizers) - 1}",
-            SavedOptimizer(optimizer, model, self._warn, self._precise.scaling(optimizer), cut),
+            SavedOptimizer(optimizer, model, self._warn, self._precise.scaling(optimizer), self._cut),
         )
         self._status.set("ready")
         return optimizer
@@ -421,13 +405,11 @@ class Run:
 
         def everyone(group: Group) -> dict[str, float]:
             here = group.ranks_here if isinstance(group, HubGroup) else range(group.size)
-            cut = self._strategy if isinstance(self._strategy, Cut) else None
-            rank, size = cut.mesh.reader(group.rank) if cut else (here.index(group.rank), len(here))
             loader = Loader(
                 dataset,
                 batch_size=batch_size,
-                rank=rank,
-                size=size,
+                rank=here.index(group.rank),
+                size=len(here),
                 device=self.device,
                 seed=self.seed,
                 shuffle=False,
@@ -436,7 +418,9 @@ class Run:
                 **options,
             )
             batches = ((batch, loader.last_real) for batch in loader)
-            return metrics.evaluate(group, measure, metrics.evenly(group, batches) if cut else batches, self._models)
+            return metrics.evaluate(
+                group, measure, metrics.evenly(group, batches) if self._cut else batches, self._models
+            )
 
         with self._strategy.showing():
             result = self._world.do(everyone)
