@@ -1,14 +1,16 @@
-"""How the members of a run stand to each other: `--mesh "replicate=2,shard=2"`.
+"""How the members of a run stand to each other: `--mesh "replicate=2,stage=2,shard=2"`.
 
     replicate   whole models, made to agree by the strategy
+    stage       layers, one part of them after the other; batches pass through in pieces
     shard       every tensor in parts, put together when it is needed
+    split       products in parts, each computed where it lies
 
-Members of a shard are neighbours by rank, since they talk most: rank = replicate · shards + shard. All train on batches
-of their own.
+The later dimensions are the closer neighbours by rank, since they talk most. Members of different replicates and shards
+train on batches of their own; stages and splits of one work on the same.
 
->>> mesh = parse("shard=2", 8)
->>> mesh, mesh.alike(5), mesh.apart(5)
-(Mesh(replicate=4, shard=2), [1, 3, 5, 7], [4, 5])
+>>> mesh = parse("shard=2,stage=2", 8)
+>>> mesh.along(5, "replicate"), mesh.along(5, "shard"), mesh.along(5, "stage"), mesh.share(5)
+([1, 5], [4, 5], [5, 7], (3, 4))
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ class Mesh(NamedTuple):
     """How many there are in each dimension."""
 
     replicate: int = 1
+    stage: int = 1
     shard: int = 1
+    split: int = 1
 
     @property
     def cuts(self) -> bool:
         """Whether a replica has more than one member."""
-        return self.shard > 1
+        return self.stage * self.shard * self.split > 1
 
     @property
     def words(self) -> str:
@@ -38,14 +42,27 @@ class Mesh(NamedTuple):
         """
         return ",".join(f"{name}={n}" for name, n in self._asdict().items() if n > 1)
 
-    def alike(self, rank: int) -> list[int]:
-        """The members that hold the same parts as this one."""
-        return list(range(rank % self.shard, self.replicate * self.shard, self.shard))
+    def at(self, rank: int) -> dict[str, int]:
+        """Where a member stands in each dimension.
 
-    def apart(self, rank: int) -> list[int]:
-        """The members that hold one replica with this one."""
-        first = rank - rank % self.shard
-        return list(range(first, first + self.shard))
+        >>> Mesh(replicate=2, shard=2).at(3)
+        {'replicate': 1, 'stage': 0, 'shard': 1, 'split': 0}
+        """
+        found: dict[str, int] = {}
+        for name, n in reversed(self._asdict().items()):
+            rank, found[name] = divmod(rank, n)
+        return {name: found[name] for name in self._fields}
+
+    def along(self, rank: int, *dimensions: str) -> list[int]:
+        """The members that differ from this one in no other dimensions, in their order."""
+        mine = self.at(rank)
+        keep = [name for name in self._fields if name not in dimensions]
+        return [r for r in range(math.prod(self)) if all(self.at(r)[name] == mine[name] for name in keep)]
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """Which share of the data a member trains on, of how many."""
+        mine = self.at(rank)
+        return mine["replicate"] * self.shard + mine["shard"], self.replicate * self.shard
 
 
 def parse(text: str, size: int, against: str = "") -> Mesh:
@@ -55,7 +72,7 @@ def parse(text: str, size: int, against: str = "") -> Mesh:
         against: what of the run does not go with replicas that are cut; "": nothing.
 
     >>> parse("", 2)
-    Mesh(replicate=2, shard=1)
+    Mesh(replicate=2, stage=1, shard=1, split=1)
     >>> parse("shard=3", 4)
     Traceback (most recent call last):
       ...

@@ -88,8 +88,12 @@ class Cut:
 
     def _alike(self, group: Group) -> Group:
         """The members that hold the same parts."""
-        made = [group.subgroup(self.mesh.alike(rank)) for rank in range(self.mesh.shard)]
-        return next(each for each in made if each)
+        return self._along(group, "replicate")
+
+    def _along(self, group: Group, *dimensions: str) -> Group:
+        """This member's group along dimensions; all members make all of them."""
+        every = dict.fromkeys(tuple(self.mesh.along(rank, *dimensions)) for rank in range(group.size))
+        return next(each for each in [group.subgroup(ranks) for ranks in every] if each)
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
@@ -153,10 +157,11 @@ class Cut:
         rows = [row.tolist() for row in group.all_gather(torch.tensor(mine, dtype=torch.float64))]
         world.granted = world.granted or any(row[_WISH] for row in rows)
         world.paces = [x for row in rows for x in row[_WORDS:]]
-        world.weighed = sum(row[_WEIGHT] for row in rows)
+        firsts = self.mesh.along(0, "replicate", "shard")  # one for each share of the data
+        world.weighed = sum(rows[rank][_WEIGHT] for rank in firsts)
         if any(row[_BAD] for row in rows):
             report_bad(bad, group)
-        return [rows[rank][_WEIGHT] for rank in self.mesh.apart(group.rank)]
+        return [rows[rank][_WEIGHT] for rank in self.mesh.along(group.rank, "shard")]
 
     # ---- steps
 

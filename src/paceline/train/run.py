@@ -121,7 +121,7 @@ class Run:
             dealer=dealer,
             team=team,
             labels=labels,
-            place=lambda: (self.rank, self.size),
+            place=self._share,
             asked=lambda loader: self._loop.asked(loader),
             owed=lambda: self._loop.window.open or strategy.owes,
             warn=self._warn,
@@ -405,11 +405,12 @@ class Run:
 
         def everyone(group: Group) -> dict[str, float]:
             here = group.ranks_here if isinstance(group, HubGroup) else range(group.size)
+            rank, size = self._share() if self._cut else (here.index(group.rank), len(here))
             loader = Loader(
                 dataset,
                 batch_size=batch_size,
-                rank=here.index(group.rank),
-                size=len(here),
+                rank=rank,
+                size=size,
                 device=self.device,
                 seed=self.seed,
                 shuffle=False,
@@ -480,6 +481,10 @@ class Run:
 
     # ---- inside
 
+    def _share(self) -> tuple[int, int]:
+        """Which share of the data is this member's, of how many: members that compute together have the same."""
+        return self._cut.mesh.share(self.rank) if self._cut else (self.rank, self.size)
+
     def _in_place(self, tensor: torch.Tensor, operation: Callable[[Group, torch.Tensor], Any]) -> torch.Tensor:
         """Where it may be done again, with what was there before."""
         if self._team is None:
@@ -502,7 +507,8 @@ class Run:
 
     def _readings(self) -> tuple[float, float, int, float]:
         data_s = sum(loader.wait_s for loader in self._loaders)
-        return data_s, self._world.waited, self.group.sent_bytes + self._world.sent_bytes, self._tally.drawn
+        drawn = self._tally.drawn * self._share()[1] / self.size  # samples that several work on count once
+        return data_s, self._world.waited, self.group.sent_bytes + self._world.sent_bytes, drawn
 
     def _totals(self) -> dict[str, Any]:
         mine = {
