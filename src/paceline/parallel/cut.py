@@ -24,7 +24,9 @@ from torch.autograd import Variable
 
 from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
+from paceline.parallel.gathered import Gathered
 from paceline.parallel.pieces import Pieces, fill, like, local, whole
+from paceline.parallel.pipeline import Loss, Under, pipeline_of
 from paceline.strategies import AllReduce, Local, Strategy, Tally, World
 from paceline.strategies.buckets import PACE, SAMPLES
 from paceline.strategies.engine import report_bad
@@ -61,7 +63,37 @@ class Cut:
     def take(self, model: nn.Module, world: World) -> None:
         """A model was cut."""
         self._world = world
-        self._models[id(model)] = _Part(model, self)
+        self._models[id(model)] = part = _Part(model, self)
+        if pipeline := pipeline_of(model):
+            part.gathered = Gathered(model, pipeline, world.group, self.mesh)
+
+    def backward(self, model: nn.Module, inputs: Sequence[Any], target: Any, loss: Loss, under: Under) -> torch.Tensor:
+        """Forward, loss and backward of a model in stages; the mean loss of the batch.
+
+        Args:
+            under: what forward passes run under.
+        """
+        part, pipeline = self._models[id(model)], pipeline_of(model)
+        assert pipeline
+        assert self._world
+        if part.inside is None:
+            raise ConfigError("run.backward: give the model and its optimizer to run.optimizer before")
+        weight = self._world.tally.take()[0]
+        part.busy = True
+        part.weights.append(weight)
+        mean = pipeline.backward(inputs, target, loss, weight, self._world.group, under)
+        self.reduced()
+        return mean
+
+    def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip to the norm over all members of a replica."""
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
+        stages = next((p.group for part in self._models.values() if (p := pipeline_of(part.model))), None)
+        if stages:
+            norms = torch.stack(stages.all_gather(norm.detach().to(torch.float32).cpu()))
+            norm = torch.linalg.vector_norm(norms, norm_type).to(norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         part = self._models.get(id(model))
@@ -83,6 +115,8 @@ class Cut:
             part.pieces = Pieces(model)
         assert part.pieces
         part.shadows[id(optimizer)] = shadow = _Shadow(optimizer, part.pieces)
+        if part.gathered:
+            part.gathered.check(optimizer)
         self._drives[id(optimizer)] = part
         self.strategy.attach(part.pieces, shadow, part.inside)
 
@@ -198,8 +232,10 @@ class Cut:
     def together(self, *, keep: bool = False, end: bool = False) -> None:
         self.strategy.together(keep=keep, end=end)
         assert self._world
-        for buffer in [buffer for part in self._models.values() for buffer in part.model.buffers()]:
-            self._world.group.broadcast(local(buffer))
+        for part in self._models.values():
+            alike = part.gathered.alike if part.gathered else self._world.group
+            for buffer in part.model.buffers():
+                alike.broadcast(local(buffer))
         if keep:
             with self.strategy.showing():
                 self._keep_all()
@@ -209,6 +245,9 @@ class Cut:
         assert self._world
         first = self._world.group.rank == 0
         for part in self._models.values():
+            if part.gathered:
+                self._kept |= part.gathered.keep([shadow.of for shadow in part.shadows.values()])
+                continue
             state = {name: _host(whole(t.detach()), first) for name, t in part.model.state_dict(keep_vars=True).items()}
             for shadow in part.shadows.values():
                 self._kept[id(shadow.of)] = {
@@ -226,6 +265,8 @@ class Cut:
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Take this member's parts out of the whole."""
         own = model.state_dict(keep_vars=True)
+        if gathered := self._models[id(model)].gathered:
+            state = gathered.mine(state)
         if odd := sorted(own.keys() ^ state.keys()):
             raise RuntimeError(f"{odd[0]!r} is in only one of the model and its checkpoint")
         for name, tensor in own.items():
@@ -233,8 +274,16 @@ class Cut:
                 raise RuntimeError(f"{name!r} has shape {tuple(tensor.shape)}, and {tuple(state[name].shape)} there")
             fill(tensor, state[name])
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of an optimizer with this member's parts in the place of whole tensors."""
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: Sequence[Sequence[str]]
+    ) -> dict[str, Any]:
+        """The state of an optimizer with this member's parts in the place of whole tensors.
+
+        Args:
+            names: of the parameters of each group, in the checkpoint.
+        """
+        if gathered := self._drives[id(optimizer)].gathered:
+            state = gathered.own_optimizer(optimizer, state, names)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return {
             **state,
@@ -299,6 +348,7 @@ class _Part:
         self.inside: Inside | None = None
         self.pieces: Pieces | None = None
         self.shadows: dict[int, _Shadow] = {}  # by id of the optimizer
+        self.gathered: Gathered | None = None  # where members have stages
         self._pass = -1
         self._cut = weakref.ref(cut)
         model.register_forward_hook(self._forward)

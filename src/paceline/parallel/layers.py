@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import ConfigError
 
-_SMALL = 10_000  # parameters: what has fewer goes with what is around it
+SMALL = 10_000  # parameters: what has fewer goes with what is around it
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -22,7 +22,7 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
     """
     for module in [model] if isinstance(model, nn.Sequential) else model.children():
         if isinstance(module, nn.Sequential | nn.ModuleList) and len(module) > 1:
-            yield from (m for m in module if sum(p.numel() for p in m.parameters()) >= _SMALL)
+            yield from (m for m in module if sum(p.numel() for p in m.parameters()) >= SMALL)
         else:
             yield from layers(module)
 

@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.core.mesh import Mesh
 from paceline.parallel.layers import recompute_layers
 from paceline.parallel.outline import initialise, outline
+from paceline.parallel.schedule import Staging
 from paceline.parallel.shard import shard
+from paceline.parallel.staging import stage
 from paceline.strategies.replicas import make_equal
 from paceline.transport.group import Group
 from paceline.transport.torch_backend import with_torch
@@ -34,6 +36,7 @@ def cut_model(
     *,
     recompute: bool = False,
     offload: bool = False,
+    staging: Staging | None = None,
 ) -> nn.Module:
     """Cut a model, or what a function makes, in place; see `Run.model`."""
     if isinstance(given, nn.Module):
@@ -41,9 +44,13 @@ def cut_model(
         make_equal(group, dict(model.named_parameters()), dict(model.named_buffers()))
     else:
         model = outline(given)
-    where = device_mesh(mesh, group, device)
     if recompute:
         recompute_layers(model)
+    if mesh.stage > 1:
+        sharded = device_mesh(mesh, group, device)["shard"] if mesh.shard > 1 else None
+        stage(model, staging or Staging(), mesh, group, device, seed, sharded, offload=offload)
+        return model
+    where = device_mesh(mesh, group, device)
     shard(model, where["shard"], offload=offload)
     if not isinstance(given, nn.Module):
         home = torch.device("cpu") if offload else device

@@ -65,7 +65,7 @@ def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
     state = torch.random.get_rng_state()
     for number, module in enumerate(model.modules()):
         own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        if not own:
+        if not own or all(tensor.is_meta for tensor in own.values()):  # another member's
             continue
         parts = (module._parameters.copy(), module._buffers.copy())
         try:
@@ -84,5 +84,6 @@ def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
         for name, tensor in own.items():
             made_ = whole[name]
             assert made_ is not None
-            fill(tensor, made_.detach().to(device))
+            if not tensor.is_meta:
+                fill(tensor, made_.detach().to(device))
     torch.random.set_rng_state(state)

@@ -43,7 +43,7 @@ class SavedOptimizer:
         groups = [[names.get(id(p), "") for p in group["params"]] for group in self._optimizer.param_groups]
         trained = [names[id(p)] for p in self._model.parameters() if p.requires_grad]
         whole = self._cut.state_of(self._optimizer) if self._cut else {}
-        state = {**self._optimizer.state_dict(), **whole, "names": groups, "trained": trained}
+        state = {**self._optimizer.state_dict(), "names": groups, "trained": trained, **whole}
         return {**state, "scaling": self._scaling.state_dict()} if self._scaling else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -64,7 +64,9 @@ class SavedOptimizer:
             self._optimizer.add_param_group({"params": given, **options})
             restored(self._optimizer).append({id(p) for p in parameters})
         own = {key: state[key] for key in ("state", "param_groups")}
-        self._optimizer.load_state_dict(self._cut.load_optimizer(self._optimizer, own) if self._cut else own)
+        if self._cut:
+            own = self._cut.load_optimizer(self._optimizer, own, state.get("names", ()))
+        self._optimizer.load_state_dict(own)
         if self._scaling and "scaling" in state:
             self._scaling.load_state_dict(state["scaling"])
 

@@ -22,8 +22,10 @@ from paceline.data import Loader
 from paceline.data.uploads import Uploads
 from paceline.parallel.cut import Cut, CutModel
 from paceline.parallel.outline import check_offload, whole_model
+from paceline.parallel.pipeline import pipeline_of
 from paceline.parallel.precise import Precise
 from paceline.parallel.precision import make_precision
+from paceline.parallel.schedule import Staging
 from paceline.server.dealing import Dealer
 from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
@@ -193,6 +195,10 @@ class Run:
         *,
         recompute: bool = False,
         offload: str = "none",
+        cut: Sequence[str] = (),
+        like: Any = None,
+        micro: int = 0,
+        schedule: str = "1f1b",
     ) -> torch.nn.Module:
         """This member's part of a model, where `--mesh` cuts replicas; else the model, on the run's device.
 
@@ -203,16 +209,50 @@ class Run:
             recompute: what layers compute is not kept for the backward pass, but computed again: less memory, a third
                 more to compute. Layers are the elements of the model's lists (ModuleList, Sequential).
             offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
+
+        With `--mesh stage=N`, train with `run.backward`, and:
+
+            cut: names of the modules with which all stages but the first begin; without, they are made equal.
+            like: an example of the model's inputs (a tuple, if there are several), on which layers are timed to make
+                stages equal; without, their bytes count.
+            micro: into how many micro-batches a batch is cut; 0: four per stage, or as many as there are samples.
+            schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; see `paceline.parallel.schedule`.
         """
         check_offload(offload, cuts=self._cut is not None)
+        staging = Staging(cut, like, micro, schedule, self.settings.wait_limit_s)
+        staging.check()
         if self._cut is None:
             return whole_model(model, self.device, self.seed, recompute=recompute)
         from paceline.parallel.model import cut_model
 
-        kinds = {"recompute": recompute, "offload": offload == "parameters"}
-        part = cut_model(model, self._cut.mesh, self._world.group, self.device, self.seed, **kinds)
+        part = cut_model(
+            model,
+            self._cut.mesh,
+            self._world.group,
+            self.device,
+            self.seed,
+            recompute=recompute,
+            offload=offload == "parameters",
+            staging=staging,
+        )
         self._cut.take(part, self._world)
         return part
+
+    def backward(self, model: torch.nn.Module, *batch: Any, loss: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+        """Forward, loss and backward: `run.backward(model, x, y, loss=F.cross_entropy)`; the mean loss of the batch.
+
+        The last of `batch` is the target, the others are the model's inputs; `loss(output, target)` returns the mean
+        over samples. With `--mesh stage=N` batches go through the stages in pieces, and this is the way to train; else
+        it is the same as `loss(model(x), y).backward()`.
+        """
+        if len(batch) < 2:
+            raise ConfigError("run.backward(model, *inputs, target, loss=...): an input and a target are wanted")
+        *inputs, target = batch
+        if self._cut and pipeline_of(model):
+            return self._cut.backward(model, inputs, target, loss, self._precise.autocast)
+        value = loss(model(*inputs), target)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.detach()
 
     def optimizer(self, optimizer: O, model: torch.nn.Module) -> O:
         """Make this optimizer part of the run: the same object, whose steps the members now take together.
@@ -368,6 +408,8 @@ class Run:
             parameters = list(of.parameters())
         else:
             raise ConfigError(f"run.clip_grad_norm: a model or an optimizer is wanted, not a {type(of).__name__}")
+        if self._cut and self._cut.mesh.stage > 1:
+            return self._cut.clip(parameters, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     @contextlib.contextmanager

@@ -1,0 +1,140 @@
+"""What a model computes, in order, as a graph: `torch.fx` follows one call of `forward` with placeholders for tensors.
+
+The elements of lists (Sequential, ModuleList, ModuleDict) and torch's own modules are called as they are; other modules
+are followed inside, unless that fails. Parameters and buffers that `forward` uses by itself become values of the graph.
+What must not depend on the values of tensors, and what cannot be followed, is refused with the line of the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from paceline.core.errors import ConfigError
+
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_MAKERS = ("arange", "zeros", "ones", "full", "empty", "rand", "randn", "eye", "linspace", "tensor", "randint")
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+
+
+def follow(model: nn.Module, *, deep: bool = False) -> fx.Graph:
+    """The graph of a model; `deep`: elements of lists are followed inside too."""
+    leaves = set() if deep else {id(m) for many in model.modules() if isinstance(many, _LISTS) for m in many.children()}
+    leaves -= {id(m) for m in model.modules() if isinstance(m, _LISTS)}
+    graph = _follow(model, leaves)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(not model.training)
+        other = _follow(model, leaves)
+    finally:
+        for module, training in modes:
+            module.training = training
+    if str(graph) != str(other):
+        odd = next(a for a, b in zip(str(graph).splitlines(), str(other).splitlines()) if a != b)
+        raise ConfigError(
+            f"--mesh stage=...: forward of {type(model).__name__} looks at self.training ({odd.strip()}), which is not "
+            "known when the model is cut: use modules for it, nn.Dropout(p) in place of F.dropout(x, p, self.training)"
+        )
+    return graph
+
+
+def _follow(model: nn.Module, leaves: set[int]) -> fx.Graph:
+    while True:
+        tracer = _Tracer(leaves)
+        try:
+            with _makers(tracer):
+                return tracer.trace(model)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not tracer.inside:
+                raise ConfigError(_cannot(model, error)) from None
+            leaves = leaves | {id(tracer.inside[-1])}
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, leaves: set[int]) -> None:
+        super().__init__()
+        self._leaves = leaves
+        self.inside: list[nn.Module] = []  # modules that are being followed
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return id(m) in self._leaves or (super().is_leaf_module(m, module_qualified_name) and not isinstance(m, _LISTS))
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.is_leaf_module(m, ""):
+            return super().call_module(m, forward, args, kwargs)
+        self.inside.append(m)
+        out = super().call_module(m, forward, args, kwargs)
+        self.inside.pop()  # not where it failed: who asks then wants to know
+        return out
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Placeholders for what has no default; the rest is as it is by default."""
+        asked = list(inspect.signature(root_fn).parameters.values())[1:]
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in asked) and type(self.root) is not nn.Sequential:
+            asked = [p for p in asked if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names = [p.name for p in asked if p.default is p.empty]
+        if not names:
+            raise ConfigError(
+                f"--mesh stage=...: forward of {type(self.root).__name__} has no named inputs, so it is not known what "
+                "comes in: write them out, as in def forward(self, x)"
+            )
+        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        if linecache.getline(*_line(sys._getframe(1))).strip().startswith("assert "):
+            return True  # what is asserted of shapes is taken to hold
+        return super().to_bool(obj)
+
+
+def _line(frame: Any) -> tuple[str, int]:
+    """Where in the script's own code a frame stands."""
+    while frame.f_back and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+@contextlib.contextmanager
+def _makers(tracer: _Tracer) -> Iterator[None]:
+    """Functions that make tensors by shape do not see by themselves that it is a placeholder."""
+
+    def recorded(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **named: Any) -> Any:
+            found: list[fx.Proxy] = []
+            fx.node.map_aggregate((args, named), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None)
+            return tracer.create_proxy("call_function", make, args, named) if found else make(*args, **named)
+
+        return made
+
+    before = {name: getattr(torch, name) for name in _MAKERS}
+    for name, make in before.items():
+        setattr(torch, name, recorded(make))
+    try:
+        yield
+    finally:
+        for name, make in before.items():
+            setattr(torch, name, make)
+
+
+def _cannot(model: nn.Module, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_TORCH, _OURS))]
+    where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else f"forward of {type(model).__name__}"
+    return (
+        f"--mesh stage=...: what the model computes cannot be followed beyond {where} ({error}). Let forward not "
+        "depend on the values of tensors, or put that part into a module of its own in an nn.Sequential or "
+        "nn.ModuleList, which is called as it is"
+    )
