@@ -23,6 +23,7 @@ FIGURES = {
     "chaos": {"faults_injected", "lost_steps", "doubled_samples", "hangs", "goodput", "detect_s", "recover_s"},
     "members": {"scheduler_cpu_10", "scheduler_rss_mb_30", "join_s_30", "false_suspicions"},
     "tensor_train": {"tt_rule_right", "tt_speedup_batch1_rank8", "tt_compression", "tt_points_lost"},
+    "pipeline": {"bubble_over_formula_1f1b", "bubble_over_formula_zero_bubble", "step_over_torch_4_8"},
     "scaling": {"mlp_efficiency_1", "mlp_ours_1"},
 }
 

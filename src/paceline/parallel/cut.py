@@ -82,15 +82,30 @@ class Cut:
         part.busy = True
         part.weights.append(weight)
         mean = pipeline.backward(inputs, target, loss, weight, self._world.group, under)
+        if pipeline.layout.tied and not self._world.accumulating:
+            if part.exchanged:
+                raise ConfigError(
+                    "several backward passes before one step, of a model that has weights in several stages: put all "
+                    "but the last one under run.accumulate()"
+                )
+            pipeline.tie(dict(model.named_parameters()))
         self.reduced()
         return mean
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip to the norm over all members of a replica."""
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
-        stages = next((p.group for part in self._models.values() if (p := pipeline_of(part.model))), None)
-        if stages:
-            norms = torch.stack(stages.all_gather(norm.detach().to(torch.float32).cpu()))
+        pipelines = [(part.model, p) for part in self._models.values() if (p := pipeline_of(part.model))]
+        others = {
+            id(p)
+            for model, pipeline in pipelines
+            for name, p in model.named_parameters()
+            if pipeline.layout.owner(name) != pipeline.group.rank
+        }
+        counted = [p.grad for p in parameters if p.grad is not None and id(p) not in others]
+        norm = whole(torch.nn.utils.get_total_norm(counted, norm_type))
+        if pipelines:
+            stages = pipelines[0][1].group
+            norms = torch.stack(stages.all_gather(norm.detach().double().cpu()))
             norm = torch.linalg.vector_norm(norms, norm_type).to(norm)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm

@@ -36,7 +36,7 @@ def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """A whole of the same shape, cut as `tensor` is."""
     if not is_cut(tensor):
         return whole.to(tensor.device)
-    return _around(tensor, _part(tensor, whole).to(tensor.device).clone())
+    return around(tensor, _part(tensor, whole).to(tensor.device).clone())
 
 
 def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -77,14 +77,16 @@ class Pieces(nn.Module):
             if part.grad is None:
                 continue
             if p.grad is None:
-                p.grad = _around(p, part.grad) if is_cut(p) else part.grad
+                p.grad = around(p, part.grad)
             elif local(p.grad).data_ptr() != part.grad.data_ptr():
                 local(p.grad).copy_(part.grad)
             part.grad = None
 
 
-def _around(tensor: Any, part: torch.Tensor) -> torch.Tensor:
+def around(tensor: Any, part: torch.Tensor) -> torch.Tensor:
     """A part that is cut as `tensor` is."""
+    if not is_cut(tensor):
+        return part
     from torch.distributed.tensor import DTensor
 
     mesh, placements = tensor.device_mesh, tensor.placements

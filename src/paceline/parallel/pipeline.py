@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from paceline.core.errors import ConfigError
 from paceline.parallel.nested import each
+from paceline.parallel.pieces import around, local
 from paceline.parallel.post import Post
 from paceline.parallel.schedule import Action, Staging, orders
 from paceline.parallel.stages import Layout, Stage
@@ -225,6 +226,26 @@ class Pipeline:
             groups = halves.get_param_groups([node_of(t) for t in leaves], list(wanted), edges)
             self._whole[number] = wanted != {node for group in groups for node in group["params"]}
         return not self._whole[number]
+
+    def tie(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Of weights that several members compute with, each gets the sum of their gradients."""
+        rank = self.group.rank
+        mine = [(name, members) for name, members in self.layout.tied.items() if rank in members]
+        for name, members in mine:
+            grad = parameters[name].grad
+            for member in members:
+                if member != rank:
+                    self._post.expect(member, 1)
+                    told = None if grad is None else local(grad)
+                    self._post.send(member, (f"tied {name}", rank, member, 0), [told])
+        for name, members in mine:
+            p = parameters[name]
+            came = {m: self._post.take((f"tied {name}", m, rank, 0))[0] for m in members if m != rank}
+            came[rank] = None if p.grad is None else local(p.grad)
+            grads = [came[m] for m in members if came[m] is not None]  # in one order, so that sums are the same bits
+            self._post.flush()
+            if grads:
+                p.grad = around(p, torch.stack(grads).sum(0))
 
     # ---- around them
 

@@ -95,30 +95,32 @@ class Layout:
     """Whose each tensor of the whole model is, by name."""
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage], members: int) -> None:
-        self.members = members
         self.parameters = [name for name, _ in model.named_parameters()]  # in the order of the whole
         self.saved = list(model.state_dict())
+        self.aliases: dict[str, list[str]] = {}  # by name: all names of a tensor
+        self.tied: dict[str, list[int]] = {}  # parameters that several members compute with, and hold; by first name
         self._users: dict[str, list[int]] = {}  # members, by name of the tensor
         named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         names: dict[int, list[str]] = {}
         for name, tensor in named.items():
-            users = [number for number, stage in enumerate(stages) if id(tensor) in stage.uses]
-            names.setdefault(id(tensor), []).append(name)
-            if isinstance(tensor, nn.Parameter) and len({number % members for number in users}) > 1:
-                self._refuse(names[id(tensor)], users, named, tensor)
-            self._users[name] = list(dict.fromkeys(number % members for number in users)) or [0]
+            self.aliases[name] = names.setdefault(id(tensor), [])
+            self.aliases[name].append(name)
+            users = [number % members for number, stage in enumerate(stages) if id(tensor) in stage.uses]
+            self._users[name] = sorted(set(users)) or [0]
+            if isinstance(tensor, nn.Parameter) and len(self._users[name]) > 1:
+                self.tied[self.aliases[name][0]] = self._users[name]
+                if tensor.is_meta:
+                    self._refuse(self.aliases[name][0], named)
 
-    def _refuse(self, names: list[str], users: list[int], named: dict[str, Any], tensor: nn.Parameter) -> None:
-        every = [name for name, other in named.items() if other is tensor]
-        what = f"{' and '.join(map(repr, every))} {'are one tensor, which is' if len(every) > 1 else 'is'}"
+    def _refuse(self, name: str, named: dict[str, Any]) -> None:
+        every = " and ".join(repr(n) for n, tensor in named.items() if tensor is named[name])
         raise ConfigError(
-            f"--mesh stage={self.members}: {what} used in stages {' and '.join(map(str, users))}, on members that "
-            "would each need it: give each use weights of its own, or cut so that all are in one stage "
-            "(run.model(cut=[...]))"
+            f"run.model(function): {every} is used by members {self.tied[name]}, and modules that share a tensor "
+            "cannot be made one by one: give run.model the model itself, or each use weights of its own"
         )
 
     def owner(self, name: str) -> int:
-        """The member of the pipeline that saves it."""
+        """The member of the pipeline that saves it, and counts it in norms."""
         return self._users[name][0]
 
     def holds(self, member: int, name: str) -> bool:

@@ -121,8 +121,9 @@ def _take(
         elif sharded is None:
             module.to(device)
         for name, p in module.named_parameters(remove_duplicate=False):
-            owner, _, own = name.rpartition(".")
-            model.get_submodule(owner)._parameters[own] = p
+            for alias in layout.aliases[name]:
+                owner, _, own = alias.rpartition(".")
+                model.get_submodule(owner)._parameters[own] = p
         for name, b in module.named_buffers(remove_duplicate=False):
             owner, _, own = name.rpartition(".")
             model.get_submodule(owner)._buffers[own] = b
