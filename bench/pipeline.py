@@ -2,7 +2,7 @@
 
 Layers sleep instead of computing (equally long forward, and for both halves of the backward pass), so that more members
 than cores can be measured; activations and gradients of 64 KB per micro-batch are real, and so is all that moves them.
-  bubble_over_formula_SCHEDULE        share of a step in which a member waits / the formula's; 4 members, 8 micro-batches
+  bubble_over_formula_SCHEDULE        share of a step that a member waits / the formula's; 4 members, 8 micro-batches
   bubble_over_formula_SCHEDULE_S_M    the same for S members and M micro-batches
   step_over_torch_S_M                 time of a step with 1f1b / with PyTorch's own 1F1B on gloo, in the same processes
 """

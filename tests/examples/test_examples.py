@@ -93,3 +93,18 @@ def test_char_gpt_on_a_text_file(tmp_path: Path) -> None:
 def test_char_gpt_has_a_text_of_its_own() -> None:
     first, _ = pair("char_gpt.py", "--limit", "20000", "--context", "32", "--epochs", "1")
     assert "test loss" in first.output
+
+
+def test_stages_gpt_in_two_stages_ends_as_alone(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    args = ["--text", str(text), "--context", "32", "--epochs", "1"]
+    stages = Cluster(2).run(EXAMPLES / "stages_gpt.py", args, limit_s=60, settings=QUIET.with_(mesh="stage=2"))
+    assert [member.code for member in stages] == [0, 0], stages
+    command = [sys.executable, str(EXAMPLES / "stages_gpt.py"), *args]
+    alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 0, alone.stderr
+    losses = [float(re.findall(r"test loss: (\d+\.\d+) per", text)[0]) for text in (stages[0].output, alone.stdout)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.01)
+    held = [int(re.findall(r"holds (\d+) numbers", text)[0]) for text in (*(m.output for m in stages), alone.stdout)]
+    assert max(held[:2]) < 0.75 * held[2]

@@ -81,6 +81,7 @@ class Cut:
         weight = self._world.tally.take()[0]
         part.busy = True
         part.weights.append(weight)
+        sent_bytes, waited_s = pipeline.spent
         mean = pipeline.backward(inputs, target, loss, weight, self._world.group, under)
         if pipeline.layout.tied and not self._world.accumulating:
             if part.exchanged:
@@ -89,6 +90,8 @@ class Cut:
                     "but the last one under run.accumulate()"
                 )
             pipeline.tie(dict(model.named_parameters()))
+        self._world.sent_bytes += pipeline.spent[0] - sent_bytes
+        self._world.waited_s += pipeline.spent[1] - waited_s
         self.reduced()
         return mean
 

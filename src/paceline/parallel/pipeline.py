@@ -74,6 +74,11 @@ class Pipeline:
         self._whole: dict[int, bool] = {}  # by stage: its backward pass cannot be halved
 
     @property
+    def spent(self) -> tuple[int, float]:
+        """Bytes sent to other stages, and seconds waited for them, since the run began."""
+        return self._post.sent_bytes, self._post.waited_s
+
+    @property
     def last(self) -> int:
         """The member that has the last stage."""
         return (len(self._stages) - 1) % self.group.size

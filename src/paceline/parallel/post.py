@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,13 +59,19 @@ class Post:
             self._behind("from", source, lambda: self._read(source))
 
     def take(self, key: Key) -> list[Any]:
+        began = time.monotonic()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._here[key] or self._error, self._limit_s):
+            there = self._changed.wait_for(lambda: self._here[key] or self._error, self._limit_s)
+            self.waited_s += time.monotonic() - began
+            if not there:
                 raise TimedOut(f"stage {key[1]} sent nothing to stage {key[2]} for {self._limit_s:g} s")
             if not self._here[key]:
                 assert self._error
                 raise self._error
-            return self._here[key].popleft()
+            values = self._here[key].popleft()
+            if not self._here[key]:
+                del self._here[key]
+            return values
 
     def flush(self) -> None:
         """Return when all is sent."""

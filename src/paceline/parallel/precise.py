@@ -18,8 +18,9 @@ from paceline.core.errors import ConfigError
 from paceline.parallel import fp8
 from paceline.parallel.autocast import Cast, cast
 from paceline.parallel.masters import Masters
+from paceline.parallel.nested import each
 from paceline.parallel.precision import Precision
-from paceline.parallel.scaling import Scaling, finite
+from paceline.parallel.scaling import Scaling, finite, full
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _SCALER = "torch.amp.grad_scaler"
@@ -75,6 +76,12 @@ class Precise:
         if self.precision.kind == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=_DTYPES[self.precision.kind])
+
+    def in_full(self, loss: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+        """A loss that gets what a model returns in float32, as from a call of the model."""
+        if self.precision.kind == "fp32":
+            return loss
+        return lambda out, target: loss(each(out, full), target)
 
     def full(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """For the optimizer's own step: parameters as the optimizer is to see them."""

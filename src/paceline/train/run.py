@@ -249,7 +249,7 @@ class Run:
             raise ConfigError("run.backward(model, *inputs, target, loss=...): an input and a target are wanted")
         *inputs, target = batch
         if self._cut and pipeline_of(model):
-            return self._cut.backward(model, inputs, target, loss, self._precise.autocast)
+            return self._cut.backward(model, inputs, target, self._precise.in_full(loss), self._precise.autocast)
         value = loss(model(*inputs), target)
         value.backward()  # type: ignore[no-untyped-call]
         return value.detach()
