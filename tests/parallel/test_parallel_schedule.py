@@ -69,21 +69,21 @@ def test_stages_are_balanced_by_what_is_measured() -> None:
             return x
 
     model = nn.Sequential(Slow(), Slow(), nn.Linear(32, 64), nn.Linear(64, 512), nn.Linear(512, 32))
-    graph = follow(model)
-    runs = layers_of(graph, model)
-    plain = costs_of(runs, graph, model, (), torch.device("cpu"))
+    found = follow(model)
+    runs = layers_of(found.graph, model)
+    plain = costs_of(runs, found, model, (), torch.device("cpu"))
     assert balanced(plain, 2) == [0, 4]
     example, before = torch.randn(8, 32), torch.get_rng_state()
-    timed = costs_of(runs, graph, model, (example,), torch.device("cpu"))
+    timed = costs_of(runs, found, model, (example,), torch.device("cpu"))
     assert sum(timed) == pytest.approx(1)
     assert balanced(timed, 2)[1] == 1
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    graph = follow(empty)
-    runs = layers_of(graph, empty)
-    assert len(costs_of(runs, graph, empty, (torch.randn(4, 8),), torch.device("cpu"))) == 3
+    found = follow(empty)
+    runs = layers_of(found.graph, empty)
+    assert len(costs_of(runs, found, empty, (torch.randn(4, 8),), torch.device("cpu"))) == 3
     assert all(p.is_meta for p in empty.parameters())
 
 
@@ -95,15 +95,16 @@ def test_a_skip_connection_goes_where_it_is_needed_and_nowhere_else() -> None:
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
             first = self.a(x)
-            second = self.b(first)
+            second = self.b(first) + torch.ones(4)  # a constant
             return {"out": self.d(self.c(second) + y) + first, "second": second}
 
     model = Skip()
-    graph = follow(model)
+    graph = follow(model).graph
     runs = layers_of(graph, model)
     stages = in_stages(graph, runs, by_name(runs, ["b", "c", "d"], 4), model)
     assert [stage.gives for stage in stages] == [{1: [0], 3: [0]}, {2: [0], 3: [0]}, {3: [0]}, {}]
     assert [stage.takes for stage in stages] == [{}, {0: [0]}, {1: [0]}, {0: [0], 1: [0], 2: [0]}]
+    assert not hasattr(model, "_tensor_constant0")
     assert [stage.inputs for stage in stages] == [[0], [], [1], []]
 
 
@@ -121,7 +122,7 @@ def test_modules_within_lists_are_called_as_they_are() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.odd(self.inner(x))
 
-    called = Counter(node.target for node in follow(Model()).nodes if node.op == "call_module")
+    called = Counter(node.target for node in follow(Model()).graph.nodes if node.op == "call_module")
     assert called == {"inner.0": 1, "inner.1": 1, "odd": 1}
 
 

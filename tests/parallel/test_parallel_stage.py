@@ -64,11 +64,23 @@ class Skips(nn.Module):  # values that pass stages by, also as numbers and withi
             x = torch.relu(layer(x.reshape(rows, -1) + kept.pop()))
         return self.last((x + begin * 0.5 + state[0]) * self.scale)
 
+class Apart(nn.Module):  # the second of three stages gives out something that the first has no part in
+    def __init__(self, wide=24):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(10, wide), nn.Linear(3, wide), nn.Linear(wide, wide)
+        self.norm, self.d = nn.LayerNorm(wide), nn.Linear(wide, 7)
+
+    def forward(self, x):
+        x = self.a(x.to(self.a.weight))
+        free = self.b(torch.ones(1, 3))
+        x = torch.relu(self.c(x))
+        return self.d(self.norm(x * free))
+
 def sequential():
     return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 30), nn.Sequential(nn.ReLU(), nn.Linear(30, 20)),
                          nn.Linear(20, 20), nn.LayerNorm(20), nn.Linear(20, 30), nn.Linear(30, 20), nn.Linear(20, 7))
 
-MADE = {"sequential": sequential, "gpt": GPT, "skips": Skips}
+MADE = {"sequential": sequential, "gpt": GPT, "skips": Skips, "apart": Apart}
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -93,7 +105,8 @@ made = MADE[kind]()
 sides = []
 for name, make in OPTIMIZERS.items():
     whole = copy.deepcopy(made)
-    part = run.model(copy.deepcopy(made), schedule=schedule, recompute=name == "adamw" and kind == "gpt")
+    options = {"cut": ["b", "norm"]} if kind == "apart" else {"recompute": name == "adamw" and kind == "gpt"}
+    part = run.model(copy.deepcopy(made), schedule=schedule, **options)
     optimizer = run.optimizer(make(part.parameters()), part)
     sides.append((name, part, optimizer, whole, make(whole.parameters())))
 of = dict(whole.named_parameters())
@@ -160,6 +173,7 @@ SLOW = pytest.mark.slow
             pytest.param("4", "stage=4", kind, schedule, marks=SLOW)
             for kind, schedule in [("gpt", "1f1b"), ("skips", "interleaved"), ("sequential", "zero-bubble")]
         ),
+        pytest.param("3", "stage=3", "apart", "zero-bubble", marks=SLOW),
         pytest.param("4", "replicate=2,stage=2", "skips", "1f1b", marks=SLOW),
         pytest.param("4", "shard=2,stage=2", "gpt", "1f1b", marks=SLOW),
         pytest.param("4", "shard=2,stage=2", "skips", "interleaved", marks=SLOW),

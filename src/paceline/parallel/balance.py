@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.parallel.nested import each
+from paceline.parallel.trace import Followed, attribute
 
 _OF_BYTES = 0.25  # against the time
 
@@ -43,15 +44,9 @@ def nbytes_of(nodes: Sequence[fx.Node], model: nn.Module) -> int:
         if node.op == "call_module":
             found |= {id(p): p.nbytes for p in model.get_submodule(str(node.target)).parameters()}
         for given in node.all_input_nodes:
-            if given.op == "get_attr" and isinstance(p := _attribute(model, str(given.target)), nn.Parameter):
+            if given.op == "get_attr" and isinstance(p := attribute(model, str(given.target)), nn.Parameter):
                 found[id(p)] = p.nbytes
     return sum(found.values())
-
-
-def _attribute(model: nn.Module, name: str) -> Any:
-    for part in name.split("."):
-        model = getattr(model, part)
-    return model
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
@@ -107,7 +102,7 @@ def by_name(runs: Sequence[Sequence[fx.Node]], names: Sequence[str], stages: int
 
 
 def costs_of(
-    runs: Sequence[Sequence[fx.Node]], graph: fx.Graph, model: nn.Module, like: Sequence[Any], device: torch.device
+    runs: Sequence[Sequence[fx.Node]], found: Followed, model: nn.Module, like: Sequence[Any], device: torch.device
 ) -> list[float]:
     """What each run of nodes costs, of 1 in all."""
     held = [float(nbytes_of(run, model)) for run in runs]
@@ -115,7 +110,7 @@ def costs_of(
     if not like:
         return sizes
     with torch.random.fork_rng():
-        timed = _Timed(fx.GraphModule(model, graph), graph, device)
+        timed = _Timed(found.module(model, found.graph), found.graph, device)
         timed.run(*[each(one, lambda t: t.to(device)) for one in like])
     took = [sum(timed.seconds.get(node, 0.0) for node in run) for run in runs]
     return [(t / sum(took) + _OF_BYTES * size) / (1 + _OF_BYTES) for t, size in zip(took, sizes)]

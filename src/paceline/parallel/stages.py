@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from paceline.core.errors import ConfigError
+from paceline.parallel.trace import attribute
 
 
 class Stage(NamedTuple):
@@ -87,8 +88,7 @@ def _used(nodes: Sequence[fx.Node], model: nn.Module) -> Iterator[int]:
             yield from map(id, module.parameters())
             yield from map(id, module.buffers())
         elif node.op == "get_attr":
-            path, _, name = str(node.target).rpartition(".")
-            yield id(getattr(model.get_submodule(path), name))
+            yield id(attribute(model, str(node.target)))
 
 
 class Layout:

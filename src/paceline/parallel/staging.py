@@ -22,7 +22,7 @@ from paceline.parallel.post import Post
 from paceline.parallel.schedule import Staging, stages_each
 from paceline.parallel.shard import shard_calls
 from paceline.parallel.stages import Layout, in_stages, prune
-from paceline.parallel.trace import follow
+from paceline.parallel.trace import Followed, follow
 from paceline.transport.group import Group
 
 
@@ -40,28 +40,28 @@ def stage(
     """Leave in a model the stages of this member, in place."""
     _check(how, mesh, offload)
     count = mesh.stage * stages_each(how.schedule)
-    graph = follow(model)
-    runs = layers_of(graph, model)
+    found = follow(model)
+    runs = layers_of(found.graph, model)
     if len(runs) < count:  # lists with few elements
-        graph = follow(model, deep=True)
-        runs = layers_of(graph, model)
+        found = follow(model, deep=True)
+        runs = layers_of(found.graph, model)
     if len(runs) < count or not nbytes_of(runs[0], model):
         raise ConfigError(
             f"--mesh stage={mesh.stage}, schedule {how.schedule!r}: {count} stages need as many layers with weights, "
             f"and {len(runs)} were found: take fewer stages"
         )
-    begins = _begins(how, runs, graph, model, count, group, device)
-    stages = in_stages(graph, runs, begins, model)
+    begins = _begins(how, runs, found, model, count, group, device)
+    stages = in_stages(found.graph, runs, begins, model)
     layout = Layout(model, stages, mesh.stage)
     member = mesh.at(group.rank)["stage"]
-    modules = {n: fx.GraphModule(model, s.graph) for n, s in enumerate(stages) if n % mesh.stage == member}
+    modules = {n: found.module(model, s.graph) for n, s in enumerate(stages) if n % mesh.stage == member}
     outlined = any(p.is_meta for p in model.parameters())
     _take(model, modules, layout, member, device, sharded, offload=offload, outlined=outlined)
     if outlined:
         initialise(model, torch.device("cpu") if offload else device, seed)
     prune(model, layout, member)
     mine, letters = (_along(mesh, group) for _ in range(2))
-    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    names = [str(node.target) for node in found.graph.nodes if node.op == "placeholder"]
     post = Post(letters, how.limit_s, device)
     staged(model, Pipeline(stages, modules, layout, mine, post, how=how, device=device, names=names))
 
@@ -84,7 +84,7 @@ def _check(how: Staging, mesh: Mesh, offload: bool) -> None:
 def _begins(
     how: Staging,
     runs: Sequence[Sequence[fx.Node]],
-    graph: fx.Graph,
+    found: Followed,
     model: nn.Module,
     count: int,
     group: Group,
@@ -96,7 +96,7 @@ def _begins(
     mine: list[int] = []
     if group.rank == 0:
         like = () if how.like is None else how.like if isinstance(how.like, tuple | list) else (how.like,)
-        mine = balanced(costs_of(runs, graph, model, like, device), count)
+        mine = balanced(costs_of(runs, found, model, like, device), count)
     return msgspec.msgpack.decode(group.exchange(msgspec.msgpack.encode(mine))[0], type=list[int])
 
 
@@ -125,8 +125,9 @@ def _take(
                 owner, _, own = alias.rpartition(".")
                 model.get_submodule(owner)._parameters[own] = p
         for name, b in module.named_buffers(remove_duplicate=False):
-            owner, _, own = name.rpartition(".")
-            model.get_submodule(owner)._buffers[own] = b
+            for alias in layout.aliases.get(name, ()):  # none for constants of the graph
+                owner, _, own = alias.rpartition(".")
+                model.get_submodule(owner)._buffers[own] = b
     for path, part in model.named_modules(remove_duplicate=False):  # what no stage uses
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -27,11 +27,31 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 
 
-def follow(model: nn.Module, *, deep: bool = False) -> fx.Graph:
+class Followed(NamedTuple):
+    """What a model computes."""
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]  # tensors that forward makes without any input, by their names in the graph
+
+    def module(self, model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+        """Of a part of the graph, with the model's own modules and tensors."""
+        used = [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
+        return fx.GraphModule({n: self.constants.get(n, attribute(model, n)) for n in used}, graph)
+
+
+def attribute(model: nn.Module, name: str) -> Any:
+    """A module or tensor by its name in a graph; None where it is not the model's."""
+    found: Any = model
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def follow(model: nn.Module, *, deep: bool = False) -> Followed:
     """The graph of a model; `deep`: elements of lists are followed inside too."""
     leaves = set() if deep else {id(m) for many in model.modules() if isinstance(many, _LISTS) for m in many.children()}
     leaves -= {id(m) for m in model.modules() if isinstance(m, _LISTS)}
-    graph = _follow(model, leaves)
+    found = _follow(model, leaves)
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.train(not model.training)
@@ -39,27 +59,33 @@ def follow(model: nn.Module, *, deep: bool = False) -> fx.Graph:
     finally:
         for module, training in modes:
             module.training = training
-    if str(graph) != str(other):
-        odd = next(a for a, b in zip(str(graph).splitlines(), str(other).splitlines()) if a != b)
+    lines = [str(each.graph).splitlines() for each in (found, other)]
+    if lines[0] != lines[1]:
+        odd = next((a for a, b in zip(*lines) if a != b), lines[0][-1])
         raise ConfigError(
             f"--mesh stage=...: forward of {type(model).__name__} looks at self.training ({odd.strip()}), which is not "
             "known when the model is cut: use modules for it, nn.Dropout(p) in place of F.dropout(x, p, self.training)"
         )
-    return graph
+    return found
 
 
-def _follow(model: nn.Module, leaves: set[int]) -> fx.Graph:
+def _follow(model: nn.Module, leaves: set[int]) -> Followed:
     while True:
         tracer = _Tracer(leaves)
+        before = set(vars(model))
         try:
             with _makers(tracer):
-                return tracer.trace(model)
+                graph = tracer.trace(model)
+            return Followed(graph, {name: vars(model)[name] for name in set(vars(model)) - before})
         except ConfigError:
             raise
         except Exception as error:
             if not tracer.inside:
                 raise ConfigError(_cannot(model, error)) from None
             leaves = leaves | {id(tracer.inside[-1])}
+        finally:
+            for name in set(vars(model)) - before:  # fx leaves constants in the model
+                delattr(model, name)
 
 
 class _Tracer(fx.Tracer):
