@@ -74,7 +74,7 @@ class Apart(nn.Module):  # the second of three stages gives out something that t
         x = self.a(x.to(self.a.weight))
         free = self.b(torch.ones(1, 3))
         x = torch.relu(self.c(x))
-        return self.d(self.norm(x * free))
+        return self.d(self.norm(x) * free)
 
 def sequential():
     return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 30), nn.Sequential(nn.ReLU(), nn.Linear(30, 20)),
