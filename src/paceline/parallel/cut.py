@@ -24,7 +24,7 @@ from torch.autograd import Variable
 
 from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
-from paceline.parallel.gathered import Gathered
+from paceline.parallel.gathered import Gathered, clip_over_stages
 from paceline.parallel.pieces import Pieces, fill, like, local, whole
 from paceline.parallel.pipeline import Loss, Under, pipeline_of
 from paceline.strategies import AllReduce, Local, Strategy, Tally, World
@@ -97,21 +97,7 @@ class Cut:
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip to the norm over all members of a replica."""
-        pipelines = [(part.model, p) for part in self._models.values() if (p := pipeline_of(part.model))]
-        others = {
-            id(p)
-            for model, pipeline in pipelines
-            for name, p in model.named_parameters()
-            if pipeline.layout.owner(name) != pipeline.group.rank
-        }
-        counted = [p.grad for p in parameters if p.grad is not None and id(p) not in others]
-        norm = whole(torch.nn.utils.get_total_norm(counted, norm_type))
-        if pipelines:
-            stages = pipelines[0][1].group
-            norms = torch.stack(stages.all_gather(norm.detach().double().cpu()))
-            norm = torch.linalg.vector_norm(norms, norm_type).to(norm)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        return clip_over_stages([part.model for part in self._models.values()], parameters, max_norm, norm_type)
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         part = self._models.get(id(model))

@@ -1,4 +1,5 @@
-"""The state of a model in stages as a checkpoint holds it: whole, on the first member; and the way back.
+"""What is of a whole model in stages: its state as a checkpoint holds it, on the first member, and the way back; and the
+norm of its gradients.
 
 Names are those of the whole model everywhere. An optimizer numbers its parameters; those of the whole have the numbers
 that they would have in a run without stages: group by group, in the order of the model.
@@ -16,7 +17,7 @@ from paceline.checkpoint import pack, unpack
 from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
 from paceline.parallel.pieces import whole
-from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.pipeline import Pipeline, pipeline_of
 from paceline.strategies.replicas import names_of
 from paceline.transport.group import Group
 
@@ -150,3 +151,23 @@ class Gathered:
         if missing := sorted(numbers.keys() - {name for called in names for name in called}):
             raise ConfigError(f"the checkpoint's optimizer does not have {missing[0]!r}, which this script's has")
         return {"state": states, "param_groups": groups}
+
+
+def clip_over_stages(
+    models: Sequence[nn.Module], parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Clip gradients to a norm over all stages. What several members hold counts once."""
+    pipelines = [(model, pipeline) for model in models if (pipeline := pipeline_of(model))]
+    others = {
+        id(p)
+        for model, pipeline in pipelines
+        for name, p in model.named_parameters()
+        if pipeline.layout.owner(name) != pipeline.group.rank
+    }
+    counted = [p.grad for p in parameters if p.grad is not None and id(p) not in others]
+    norm = whole(torch.nn.utils.get_total_norm(counted, norm_type))
+    if pipelines:
+        norms = torch.stack(pipelines[0][1].group.all_gather(norm.detach().double().cpu()))
+        norm = torch.linalg.vector_norm(norms, norm_type).to(norm)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
