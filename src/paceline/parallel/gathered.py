@@ -1,5 +1,5 @@
-"""What is of a whole model in stages: its state as a checkpoint holds it, on the first member, and the way back; and the
-norm of its gradients.
+"""What is of a whole model in stages: its state as a checkpoint holds it, on the first member, and the way back; and
+the norm of its gradients.
 
 Names are those of the whole model everywhere. An optimizer numbers its parameters; those of the whole have the numbers
 that they would have in a run without stages: group by group, in the order of the model.
