@@ -302,18 +302,34 @@ def test_replicas_agree_by_any_strategy(strategy: str, tmp_path: Path) -> None:
         torch.testing.assert_close(value, ended[1][name], rtol=1e-7, atol=1e-9)
 
 
+CONSTANT = """
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(10, 5), nn.Linear(5, 2)
+    def forward(self, x):
+        return self.b(self.a(x)) + torch.full((2,), 3.0)
+shifted = run.model(Shifted)
+with torch.no_grad():
+    print("OUT", float(shifted(torch.ones(4, 10)).sum()), flush=True)
+"""
+
+
 def test_a_function_makes_a_model_stage_by_stage(tmp_path: Path) -> None:
     """The same weights on any mesh, though no member has ever had all of them; stages begin where they are told to."""
     script = TRAINED.replace(
         "run.model(GPT())", "run.model(sequential, cut=['5'])\nprint('HAS', [n for n, _ in model.named_parameters()])"
     )
-    ended = []
+    script += CONSTANT
+    ended, outs = [], []
     for mesh in ("stage=2", "replicate=2"):
         done = run(tmp_path, script + SAVED, "-n", "2", "--mesh", mesh, "--name", mesh[0], more=("0",))
         assert done.returncode == 0, done.stderr
+        outs.append(done.stdout.split("OUT ")[1].split()[0])
         if mesh == "stage=2":
             assert "[1] HAS ['5.weight', '5.bias', '6.weight'" in done.stdout
         ended.append(torch.load(tmp_path / "state.pt"))
+    assert outs[0] == outs[1]
     assert ended[0]["model.0.0.weight"].std() > 0.1
     assert ended[0].pop("names") == ended[1].pop("names")
     assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())

@@ -57,6 +57,10 @@ def stage(
     modules = {n: found.module(model, s.graph) for n, s in enumerate(stages) if n % mesh.stage == member}
     outlined = any(p.is_meta for p in model.parameters())
     _take(model, modules, layout, member, device, sharded, offload=offload, outlined=outlined)
+    for module in modules.values() if outlined else ():  # which have lost what they had
+        for name, constant in found.constants.items():
+            if name in module._buffers:
+                module._buffers[name] = constant.to(device)
     if outlined:
         initialise(model, torch.device("cpu") if offload else device, seed)
     prune(model, layout, member)
