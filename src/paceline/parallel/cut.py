@@ -125,6 +125,8 @@ class Cut:
         assert inside
         assert pieces
         part.busy = False
+        if part.split:
+            part.split.agree()
         weight, part.weights = sum(part.weights) / len(part.weights), []
         found = pieces.pull()
         bad = next((n for n, (p, _) in pieces.of.items() if world.check_finite and not _finite(p.grad)), "")
@@ -199,7 +201,7 @@ class Cut:
         self.strategy.together(keep=keep, end=end)
         assert self._world
         for buffer in [buffer for part in self._models.values() for buffer in part.model.buffers()]:
-            self._world.group.broadcast(local(buffer))
+            self._world.group.broadcast(local(buffer), getattr(buffer, "home", 0))  # a branch has another member's
         if keep:
             with self.strategy.showing():
                 self._keep_all()
@@ -209,11 +211,16 @@ class Cut:
         assert self._world
         first = self._world.group.rank == 0
         for part in self._models.values():
-            state = {name: _host(whole(t.detach()), first) for name, t in part.model.state_dict(keep_vars=True).items()}
+            named = part.model.state_dict(keep_vars=True)
+            state = {name: _host(whole(t.detach(), t), first) for name, t in named.items()}
             for shadow in part.shadows.values():
+                ps = [p for group in shadow.of.param_groups for p in group["params"]]
                 self._kept[id(shadow.of)] = {
                     "state": {
-                        i: {k: _host(whole(v), first) if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+                        i: {
+                            k: _host(whole(v, ps[i]), first) if isinstance(v, torch.Tensor) else v
+                            for k, v in own.items()
+                        }
                         for i, own in shadow.of.state_dict()["state"].items()
                     }
                 }
@@ -293,6 +300,7 @@ class _Part:
 
     def __init__(self, model: nn.Module, cut: Cut) -> None:
         self.model = model
+        self.split = vars(model).get("_paceline_split")  # what makes its members agree
         self.busy = False  # a pass has begun whose gradients the strategy has not seen
         self.exchanged = False  # since gradients were cleared
         self.weights: list[float] = []  # of the passes whose gradients are being added up

@@ -22,6 +22,10 @@ import torch.distributed as dist
 
 from paceline.parallel.lay import Lay
 
+# PyTorch 2.13 has other names for them.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class Fellows:
     """Members that compute together, in a group of torch.distributed."""
@@ -31,6 +35,7 @@ class Fellows:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.sequence = False  # what is summed goes on in parts of the sequence
+        self.along = 1  # the dimension that is the sequence
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fellows:
         return self
@@ -50,7 +55,7 @@ class Fellows:
         if sizes[self.rank] < most:
             mine = torch.cat([mine, mine.new_zeros(most - sizes[self.rank], *mine.shape[1:])])
         out = mine.new_empty(self.size, *mine.shape)
-        dist.all_gather_into_tensor(out.view(-1), mine.view(-1), group=self.group)
+        _all_gather(out.view(-1), mine.view(-1), group=self.group)
         parts = [row[:size] for row, size in zip(out, sizes)]
         return lay.at(0).join(parts).movedim(0, lay.dim).contiguous()
 
@@ -63,7 +68,7 @@ class Fellows:
         for place, row in zip(given, rows):
             place[: len(row)] = row
         out = torch.empty_like(given[0])
-        dist.reduce_scatter_tensor(out.view(-1), given.view(-1), group=self.group)
+        _reduce_scatter(out.view(-1), given.view(-1), group=self.group)
         return out[: len(rows[self.rank])].movedim(0, lay.dim).contiguous()
 
     @torch.no_grad()

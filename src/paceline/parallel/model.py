@@ -9,9 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.core.mesh import Mesh
+from paceline.parallel.fellows import Fellows
 from paceline.parallel.layers import recompute_layers
 from paceline.parallel.outline import initialise, outline
+from paceline.parallel.plan_of_split import Plan
 from paceline.parallel.shard import shard
+from paceline.parallel.split import split_model
 from paceline.strategies.replicas import make_equal
 from paceline.transport.group import Group
 from paceline.transport.torch_backend import with_torch
@@ -34,6 +37,8 @@ def cut_model(
     *,
     recompute: bool = False,
     offload: bool = False,
+    split: Plan | None = None,
+    sequence: bool = False,
 ) -> nn.Module:
     """Cut a model, or what a function makes, in place; see `Run.model`."""
     if isinstance(given, nn.Module):
@@ -42,11 +47,18 @@ def cut_model(
     else:
         model = outline(given)
     where = device_mesh(mesh, group, device)
+    parts = None
+    if mesh.split > 1:
+        parts = split_model(model, where, split, sequence=sequence, apart=recompute or mesh.shard > 1)
     if recompute:
         recompute_layers(model)
-    shard(model, where["shard"], offload=offload)
+    if mesh.shard > 1 or parts is None:
+        shard(model, where["shard"], offload=offload)
     if not isinstance(given, nn.Module):
         home = torch.device("cpu") if offload else device
         model.to_empty(device=home)
+    if parts:
+        parts.finish(model, Fellows(where["shard"].get_group()) if mesh.shard > 1 else None)
+    if not isinstance(given, nn.Module):
         initialise(model, home, seed)
     return model

@@ -267,7 +267,7 @@ def linear(func: Func, args: Args, named: Named) -> Any:
     some = weight if isinstance(weight, Spread) else x if isinstance(x, Spread) else bias
     fellows = some.fellows
     if isinstance(weight, Spread) and weight.lay.dim == 0:  # by columns of the result
-        beside = None if bias is None else _beside(bias, weight, 1) if _fits(bias, weight) else None
+        beside = None if bias is None else _beside(bias, weight.t(), 1)
         out = F.linear(_entered(x, fellows), weight.local, beside)
         return Spread(out, weight.lay.at(out.ndim - 1), fellows)
     if isinstance(x, Spread) and x.lay.dim != x.ndim - 1 and not isinstance(weight, Spread):
@@ -282,13 +282,13 @@ def linear(func: Func, args: Args, named: Named) -> Any:
     return out if bias is None else out + wholes(bias)
 
 
-def _fits(bias: torch.Tensor, weight: Spread) -> bool:
-    return bias.shape == weight.shape[:1]
-
-
 def _entered(x: torch.Tensor, fellows: Fellows) -> torch.Tensor:
     """All of x, for products with parts."""
-    return collect(x.local, fellows, x.lay) if isinstance(x, Spread) else enter(x, fellows)
+    if not isinstance(x, Spread):
+        return enter(x, fellows)
+    if x.lay.dim < x.ndim - 1:
+        fellows.along = x.lay.dim
+    return collect(x.local, fellows, x.lay)
 
 
 def _along(x: torch.Tensor, fellows: Fellows, lay: Lay) -> torch.Tensor:
@@ -303,7 +303,8 @@ def _along(x: torch.Tensor, fellows: Fellows, lay: Lay) -> torch.Tensor:
 def added_up(out: torch.Tensor, fellows: Fellows) -> torch.Tensor:
     """The sum of everyone's: whole, or in parts of the sequence."""
     if fellows.sequence and out.ndim >= 3:
-        lay = Lay(1, (even(out.shape[1], fellows.size),))
+        dim = min(fellows.along, out.ndim - 2)
+        lay = Lay(dim, (even(out.shape[dim], fellows.size),))
         return Spread(to_parts(out, fellows, lay), lay, fellows)
     return total(out, fellows)
 
@@ -444,7 +445,7 @@ def embedding(func: Func, args: Args, named: Named) -> Any:
     if mine:
         out = F.embedding((ids - first).masked_fill(~here, 0), weight.local).masked_fill(~here.unsqueeze(-1), 0.0)
     else:
-        out = weight.local.new_zeros(*ids.shape, weight.shape[1])
+        out = weight.local.sum() * torch.zeros(*ids.shape, weight.shape[1], device=ids.device)  # with a way back
     if pad is not None and first <= pad % weight.lay.whole < first + mine:
         row = weight.local[pad % weight.lay.whole - first].detach()
         out = torch.where((ids == pad % weight.lay.whole).unsqueeze(-1), row, out)

@@ -193,6 +193,8 @@ class Run:
         *,
         recompute: bool = False,
         offload: str = "none",
+        split: Mapping[str, str | int] | None = None,
+        sequence: bool = False,
     ) -> torch.nn.Module:
         """This member's part of a model, where `--mesh` cuts replicas; else the model, on the run's device.
 
@@ -203,14 +205,27 @@ class Run:
             recompute: what layers compute is not kept for the backward pass, but computed again: less memory, a third
                 more to compute. Layers are the elements of the model's lists (ModuleList, Sequential).
             offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
+            split: with `--mesh split=N`, how layers are split, by patterns of their names: `{"*.up": "column",
+                "*.down": "row"}`; see `paceline.parallel.plan_of_split`. None: found by itself, in transformers.
+            sequence: with `--mesh split=N`, what stands between the layers that are split (norms, dropout) works on
+                parts of the sequence.
         """
         check_offload(offload, cuts=self._cut is not None)
         if self._cut is None:
             return whole_model(model, self.device, self.seed, recompute=recompute)
         from paceline.parallel.model import cut_model
 
-        kinds = {"recompute": recompute, "offload": offload == "parameters"}
-        part = cut_model(model, self._cut.mesh, self._world.group, self.device, self.seed, **kinds)
+        part = cut_model(
+            model,
+            self._cut.mesh,
+            self._world.group,
+            self.device,
+            self.seed,
+            recompute=recompute,
+            offload=offload == "parameters",
+            split=split,
+            sequence=sequence,
+        )
         self._cut.take(part, self._world)
         return part
 
