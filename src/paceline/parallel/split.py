@@ -17,7 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from paceline.core.errors import ConfigError
 from paceline.parallel import rules_of_heads  # noqa: F401  # they are found by name
+from paceline.parallel.branch import Branch, Branches, Pending, lays_of, members_of
 from paceline.parallel.fellows import Fellows
 from paceline.parallel.lay import Lay, even
 from paceline.parallel.layers import layers
@@ -41,8 +43,15 @@ def split_model(
     modules = dict(model.named_modules())
     logits = any(kind == "vocabulary" and isinstance(modules[name], nn.Linear) for name, kind in kinds.items())
     made = Split(model, mesh, sequence=sequence, logits=logits)
-    made.cut(model, found)
+    homes = members_of(model, kinds, mesh.size())
+    if homes and apart:
+        raise ConfigError(
+            f"split: {next(iter(homes))!r} is a branch, which one member computes alone: it goes with neither "
+            "shard=N nor recompute=True, whose exchanges all members make"
+        )
+    made.cut(model, found | lays_of(model, homes, mesh.size()))
     made.watch(model, apart=apart)
+    made.grow(model, homes)
     vars(model)["_paceline_split"] = made
     return made
 
@@ -53,10 +62,13 @@ class Split:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, sequence: bool, logits: bool) -> None:
         self.fellows = Fellows(mesh.get_group())
         self.fellows.sequence = sequence
+        self.branches = Branches(self.fellows)
         self._mesh, self._logits = mesh, logits
         self._model = weakref.ref(model)
         self._lays: dict[str, Lay] = {}  # by name of the parameter
         self._at: dict[tuple[int, str], Lay] = {}  # by id of the module, and its name there
+        self._inside: set[int] = set()  # ids of modules that are within branches
+        self._homes: dict[str, int] = {}  # of the buffers of branches, by name
         self._alike = False  # torch's stream of random numbers, since this process has begun
 
     def cut(self, model: nn.Module, lays: Mapping[int, Lay]) -> None:
@@ -90,6 +102,18 @@ class Split:
         for name, p in model.named_parameters():
             if lay := self._lays.get(name):
                 p.cut_as = CutAs(p, lay, self.fellows, shards)  # type: ignore[attr-defined]
+        for name, buffer in model.named_buffers():
+            if name in self._homes:
+                buffer.home = self._homes[name]  # type: ignore[attr-defined]
+
+    def grow(self, model: nn.Module, homes: Mapping[str, int]) -> None:
+        """Let branches be computed where they live."""
+        device = next((local(p).device for p in model.parameters()), torch.device("cpu"))
+        for name, member in homes.items():
+            branch = model.get_submodule(name)
+            branch.forward = Branch(self.branches, branch, member, device)
+            self._inside |= {id(module) for module in branch.modules()}
+            self._homes |= {f"{name}.{key}": member for key, _ in branch.named_buffers()}
 
     # ---- a pass
 
@@ -117,9 +141,13 @@ class Split:
 
     def _end(self, model: nn.Module, args: Any, out: Any) -> Any:
         self._seen.pop().undo()
+        if not self._seen:
+            self.branches.settle()
         return each(out, self._leaves)
 
     def _leaves(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, Pending):
+            tensor = tensor.ready()
         if isinstance(tensor, Spread) and not (self._logits and tensor.lay.dim == tensor.ndim - 1):
             return tensor.whole()
         return tensor
@@ -128,10 +156,12 @@ class Split:
         seen = _Seen()
         made: dict[int, torch.Tensor] = {}
         for inner in module.modules():
+            if id(inner) in self._inside:
+                continue
             for name, p in inner._parameters.items():
                 if isinstance(p, DTensor) and p.device_mesh.ndim == 1 and p.device_mesh == self._mesh:
                     if id(p) not in made:
-                        mine = _Held.apply(p)  # type: ignore[no-untyped-call]
+                        mine = Held.apply(p)  # type: ignore[no-untyped-call]
                         lay = self._at.get((id(inner), name))
                         made[id(p)] = Spread(mine, lay, self.fellows) if lay else mine
                     seen.put(inner, name, p, made[id(p)])
@@ -188,7 +218,7 @@ class CutAs:
         return mine
 
 
-class _Held(torch.autograd.Function):
+class Held(torch.autograd.Function):
     """What a member has of a parameter; its gradient is one of the same kind."""
 
     @staticmethod

@@ -23,12 +23,11 @@ RULES: dict[str, Rule] = {}  # by name of the function; NotImplemented: not in t
 GATHERED: Counter[str] = Counter()  # the functions for which wholes were put together
 
 _ABOUT = (  # what the shape and the dtype tell
-    "size dim numel nelement ndimension is_floating_point is_complex element_size __len__ get_device type_as_name "
-    "is_tensor is_nonzero_name __hash__ __class__"
+    "size dim numel nelement ndimension is_floating_point is_complex element_size __len__ get_device __hash__"
 ).split()
 _ABOUT_FIELDS = "shape ndim dtype device layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested names".split()
 _OF_PART = ("register_hook", "retain_grad", "requires_grad_")
-_OF_PART_FIELDS = ("requires_grad", "grad_fn", "is_leaf")
+_OF_PART_FIELDS = ("requires_grad", "grad_fn", "is_leaf", "_base", "_version")
 
 
 def _getters(names: Sequence[str]) -> set[Any]:
@@ -70,6 +69,8 @@ class Spread(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not all(issubclass(kind, Spread) for kind in types):
+            return NotImplemented  # the output of a branch, which knows what to do
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
