@@ -31,6 +31,7 @@ _MOST_DIMS = 8
 class Pending(torch.Tensor):
     """An output that is to come."""
 
+    is_to_come = True
     _make: Callable[[], torch.Tensor] | None
     _value: torch.Tensor | None
 
@@ -132,6 +133,9 @@ class Branches:
         outs = _Settled.apply(self.fellows, calls, forms, len(inputs), anchor, *inputs, *held)  # type: ignore[no-untyped-call]
         for (_, pending), out in zip(waiting, outs):
             pending._value, pending._make = out, None
+
+    def drop(self) -> None:
+        self._open.clear()
 
     def _forms(self, calls: Sequence[_Call]) -> list[tuple[torch.dtype, bool, list[int]]]:
         """Of each output its dtype, whether it has a gradient, and its shape: as those know who have it."""

@@ -70,6 +70,8 @@ class Cut:
                 f"--mesh {self.mesh.words} cuts models: write model = run.model(model) before the optimizer is made, "
                 "and give both to run.optimizer"
             )
+        if part.split:
+            part.split.check(optimizer)
         known = {id(p) for p in model.parameters()}
         for group in optimizer.param_groups:
             for p in group["params"]:

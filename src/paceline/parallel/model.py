@@ -12,7 +12,7 @@ from paceline.core.mesh import Mesh
 from paceline.parallel.fellows import Fellows
 from paceline.parallel.layers import recompute_layers
 from paceline.parallel.outline import initialise, outline
-from paceline.parallel.plan_of_split import Plan
+from paceline.parallel.plan_of_split import Plan, chosen
 from paceline.parallel.shard import shard
 from paceline.parallel.split import split_model
 from paceline.strategies.replicas import make_equal
@@ -50,6 +50,8 @@ def cut_model(
     parts = None
     if mesh.split > 1:
         parts = split_model(model, where, split, sequence=sequence, apart=recompute or mesh.shard > 1)
+    elif split:
+        chosen(model, split)  # what is wrong with it is told on any mesh
     if recompute:
         recompute_layers(model)
     if mesh.shard > 1 or parts is None:

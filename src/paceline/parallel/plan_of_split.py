@@ -48,6 +48,8 @@ def chosen(model: nn.Module, plan: Plan) -> dict[str, str | int]:
         if not matched:
             known = names if len(names) <= 12 else sorted({name.rpartition(".")[2] for name in names} | set(names[:4]))
             raise ConfigError(f"split={{{pattern!r}: ...}} matches no module of the model: {nearest(pattern, known)}")
+        if kind == "branch" or isinstance(kind, int):  # what is within a branch goes with it
+            matched = [name for name in matched if not any(name.startswith(f"{other}.") for other in matched)]
         for name in matched:
             found.setdefault(name, kind)
     return found

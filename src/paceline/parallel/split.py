@@ -27,6 +27,7 @@ from paceline.parallel.nested import each
 from paceline.parallel.pieces import local
 from paceline.parallel.plan_of_split import Plan, by_itself, chosen, lays
 from paceline.parallel.spread import Spread, pack, unpack
+from paceline.strategies.cuts import elementwise, kind_of
 
 def split_model(
     model: nn.Module, where: DeviceMesh, plan: Plan | None, *, sequence: bool = False, apart: bool = False
@@ -38,6 +39,8 @@ def split_model(
         apart: layers will be called by those who shard them or compute them again.
     """
     mesh = where["split"]
+    if where["stage"].size() > 1:
+        raise ConfigError("--mesh with stage=N and split=M: stages are not split yet; use shard=M within stages")
     kinds = chosen(model, plan) if plan is not None else by_itself(model)
     found = lays(model, kinds, mesh.size())
     modules = dict(model.named_modules())
@@ -141,6 +144,9 @@ class Split:
 
     def _end(self, model: nn.Module, args: Any, out: Any) -> Any:
         self._seen.pop().undo()
+        if out is None:  # it has failed, and others may not be here
+            self.branches.drop()
+            return out
         if not self._seen:
             self.branches.settle()
         return each(out, self._leaves)
@@ -166,6 +172,14 @@ class Split:
                         made[id(p)] = Spread(mine, lay, self.fellows) if lay else mine
                     seen.put(inner, name, p, made[id(p)])
         return seen
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse optimizers that look at whole tensors."""
+        if not elementwise(optimizer):
+            raise ConfigError(
+                f"{kind_of(optimizer).__name__} looks at whole tensors, of which members of a split have parts: use one "
+                "that looks at each element by itself (SGD, AdamW, Adagrad, ...), or shard=N instead of split=N"
+            )
 
     def agree_on_random(self) -> None:
         """Members of a split draw the same numbers for what is whole."""

@@ -69,8 +69,8 @@ class Spread(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not all(issubclass(kind, Spread) for kind in types):
-            return NotImplemented  # the output of a branch, which knows what to do
+        if any(getattr(kind, "is_to_come", False) for kind in types):
+            return NotImplemented  # the output of a branch knows what to do
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":

@@ -22,6 +22,7 @@ from paceline.data import Loader
 from paceline.data.uploads import Uploads
 from paceline.parallel.cut import Cut, CutModel
 from paceline.parallel.outline import check_offload, whole_model
+from paceline.parallel.plan_of_split import chosen
 from paceline.parallel.precise import Precise
 from paceline.parallel.precision import make_precision
 from paceline.server.dealing import Dealer
@@ -210,9 +211,12 @@ class Run:
             sequence: with `--mesh split=N`, what stands between the layers that are split (norms, dropout) works on
                 parts of the sequence.
         """
-        check_offload(offload, cuts=self._cut is not None)
+        check_offload(offload, cuts=self._cut is not None and self._cut.mesh.shard > 1)
         if self._cut is None:
-            return whole_model(model, self.device, self.seed, recompute=recompute)
+            part = whole_model(model, self.device, self.seed, recompute=recompute)
+            if split:
+                chosen(part, split)  # what is wrong with it is told by runs of one as well
+            return part
         from paceline.parallel.model import cut_model
 
         part = cut_model(
