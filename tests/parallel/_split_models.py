@@ -82,9 +82,9 @@ class Encoder(nn.Module):
         x = self.embed(ids)
         x = x.transpose(0, 1) if self.turn else x
         x = self.encoder(x, src_key_padding_mask=ids == 0)
-        seen, weights = self.attend(x, x.flip(0), x)
-        x = x + seen * weights.square().sum()
-        return self.out(x.transpose(0, 1) if self.turn else x)
+        seen, weights = self.attend(x, x.flip(0 if self.turn else 1), x)
+        x = x.transpose(0, 1) + seen.transpose(0, 1) if self.turn else x + seen
+        return self.out(x * weights.square().sum(-1, keepdim=True))
 
 
 class MLP(nn.Module):
