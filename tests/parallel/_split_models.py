@@ -50,7 +50,13 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(
-        self, fused: bool = True, tied: bool = False, width: int = 48, heads: int = 4, words: int = 37, dropout: float = 0.0
+        self,
+        fused: bool = True,
+        tied: bool = False,
+        width: int = 48,
+        heads: int = 4,
+        words: int = 37,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(10, width)

@@ -148,6 +148,8 @@ def test_a_branch_lives_on_one_member_and_checkpoints_have_all(tmp_path: Path) -
 
 
 def test_what_a_branch_may_not_return_is_said(tmp_path: Path) -> None:
-    script = MEET.replace("JOIN", JOINS["called first"]).replace("return Met.apply(self.net(x), self.name, self.others)", "return x, x")
+    script = MEET.replace("JOIN", JOINS["called first"]).replace(
+        "return Met.apply(self.net(x), self.name, self.others)", "return x, x"
+    )
     done = run(tmp_path, script, "-n", "2", "--mesh", "split=2")
     assert "a branch returned a tuple: let it return one tensor" in done.stderr

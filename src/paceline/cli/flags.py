@@ -93,7 +93,12 @@ def _words(known: tuple[str, ...]) -> str:
 
 SETTINGS = (
     Flag("strategy", "NAME", names.strategy, f"how members agree: {', '.join(names.STRATEGIES)}"),
-    Flag("mesh", "D=N,...", str, "how each replica is cut over members, as in shard=2; what is left is replicated"),
+    Flag(
+        "mesh",
+        "D=N,...",
+        str,
+        "how each replica is cut over members, as in shard=2 or shard=2,split=2; the rest is replicated",
+    ),
     Flag("servers", "K", servers.parse, "of sync, bounded and async: how many; colocated: a shard with every worker"),
     Flag(
         "codec",

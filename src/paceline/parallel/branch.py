@@ -4,8 +4,8 @@
     first use  of any such output: all outputs that are to come are given to all members, in the order of the calls
     backward   each member passes through its own branches; then the gradients of what they were given are summed
 
-A sum of outputs, or one weighed by a factor, is to come as well, so `sum(weight * branch(x) ...)` lets branches run side
-by side. A branch that is given the output of another has to wait for it.
+A sum of outputs, or one weighed by a factor, is to come as well, so `sum(weight * branch(x) ...)` lets branches run
+side by side. A branch that is given the output of another has to wait for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from paceline.parallel.lay import Lay
 from paceline.parallel.rules import own_stream
 from paceline.parallel.spread import wholes
 
-_LATER = "add sub mul div true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ rsub".split()
+_LATER_WORDS = "add sub mul div true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ rsub"
+_LATER = frozenset(_LATER_WORDS.split())
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _MOST_DIMS = 8
 
@@ -37,7 +38,7 @@ class Pending(torch.Tensor):
 
     @staticmethod
     def __new__(cls, make: Callable[[], torch.Tensor]) -> Pending:
-        new: Pending = torch.Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32)  # type: ignore[attr-defined]
+        new: Pending = torch.Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32)
         new._make, new._value = make, None
         return new
 
@@ -64,7 +65,7 @@ class Pending(torch.Tensor):
         return func(*ready(args), **ready(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise ConfigError(f"{func}: the output of a branch came where PyTorch looks at memory; add 0 to it before")
 
 
@@ -167,7 +168,7 @@ class _Settled(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         inputs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.given[: ctx.num]]
         places = {id(t): n for n, t in enumerate({id(t): t for call in ctx.calls for t in call.inputs}.values())}
         mine = [(call, g) for call, g in zip(ctx.calls, gradients) if call.out is not None and call.out.requires_grad]
@@ -199,7 +200,7 @@ def _sum_all(tensors: list[torch.Tensor], fellows: Fellows) -> None:
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         some = [t for t in tensors if t.dtype == dtype]
         flat = fellows.sum(torch.cat([t.reshape(-1) for t in some]))
-        for t, row in zip(some, flat.split([t.numel() for t in some])):
+        for t, row in zip(some, torch.split(flat, [t.numel() for t in some])):
             t.copy_(row.view_as(t))
 
 
@@ -250,7 +251,7 @@ class Branch:
         plain = {id(p): p._local_tensor.detach().requires_grad_(p.requires_grad and grads) for _, _, p in places}
         try:
             for module, name, p in places:
-                module._parameters[name] = plain[id(p)]  # type: ignore[assignment]
+                module._parameters[name] = plain[id(p)]
             out = self._forward(*args, **named)
         finally:
             for module, name, p in places:
@@ -299,7 +300,9 @@ def lays_of(model: nn.Module, homes: Mapping[str, int], members: int) -> dict[in
     for name, member in homes.items():
         for key, p in modules[name].named_parameters():
             if p.ndim == 0:
-                raise ConfigError(f"split: {name}.{key} is a scalar, and a branch's parameters need a dimension: use (1,)")
+                raise ConfigError(
+                    f"split: {name}.{key} is a scalar, and a branch's parameters need a dimension: use (1,)"
+                )
             lay = Lay(0, (tuple(p.shape[0] * (rank == member) for rank in range(members)),))
             if found.setdefault(id(p), lay) != lay:
                 raise ConfigError(f"split: {name}.{key} is in branches of several members, and cannot be shared")

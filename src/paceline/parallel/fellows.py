@@ -87,7 +87,7 @@ class _Enter(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.fellows.sum(gradient), None
 
 
@@ -97,7 +97,7 @@ class _Total(torch.autograd.Function):
         return fellows.sum(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None
 
 
@@ -117,13 +117,13 @@ class _Turn(torch.autograd.Function):
         return cast(torch.Tensor, getattr(fellows, there)(tensor, lay))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return getattr(ctx.fellows, ctx.back)(gradient, ctx.lay), None, None, None
 
 
 def enter(tensor: torch.Tensor, fellows: Fellows) -> torch.Tensor:
     wanted = tensor.requires_grad and torch.is_grad_enabled()
-    return _Enter.apply(tensor, fellows) if wanted else tensor  # type: ignore[no-any-return, no-untyped-call]
+    return _Enter.apply(tensor, fellows) if wanted else tensor  # type: ignore[no-untyped-call]
 
 
 def total(tensor: torch.Tensor, fellows: Fellows) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Where the members' parts of a tensor lie in the whole: along one dimension, in blocks, each shared out by sizes.
 
-    Lay(0, ((3, 3),))                  six rows: the first member has three, the second the others
-    Lay(0, ((2, 2), (2, 2), (2, 2)))   queries, keys and values in one tensor: each member has its heads of each
-    Lay(0, ((0, 6),))                  the second member has all of it
+Lay(0, ((3, 3),))                  six rows: the first member has three, the second the others
+Lay(0, ((2, 2), (2, 2), (2, 2)))   queries, keys and values in one tensor: each member has its heads of each
+Lay(0, ((0, 6),))                  the second member has all of it
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Lay(NamedTuple):
         >>> Lay(0, ((2, 1), (2, 1))).join([torch.tensor([0, 1, 3, 4]), torch.tensor([2, 5])])
         tensor([0, 1, 2, 3, 4, 5])
         """
-        rows = [part.split([block[rank] for block in self.blocks], self.dim) for rank, part in enumerate(parts)]
+        rows = [torch.split(part, [block[rank] for block in self.blocks], self.dim) for rank, part in enumerate(parts)]
         return torch.cat([row[number] for number in range(len(self.blocks)) for row in rows], self.dim)
 
 

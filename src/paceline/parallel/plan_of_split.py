@@ -18,6 +18,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError, nearest
@@ -145,7 +146,7 @@ def _inside(name: str, kinds: Mapping[str, str | int], modules: Mapping[str, nn.
 
 def _of_module(
     name: str, modules: Mapping[str, nn.Module], kind: str, members: int
-) -> list[tuple[str, nn.Parameter, Lay]]:
+) -> list[tuple[str, torch.Tensor, Lay]]:
     module = modules[name]
     if kind == "heads":
         return _of_heads(name, module, members)
@@ -207,7 +208,7 @@ def _refuse_heads(name: str, heads: int | None, members: int) -> None:
         raise ConfigError(f"split={members}: {name} has {heads} heads, which {members} members cannot share evenly")
 
 
-def _of_heads(name: str, module: nn.Module, members: int) -> list[tuple[str, nn.Parameter, Lay]]:
+def _of_heads(name: str, module: nn.Module, members: int) -> list[tuple[str, torch.Tensor, Lay]]:
     if not isinstance(module, nn.MultiheadAttention):
         raise ConfigError(f"split: {name!r} is a {type(module).__name__}: heads goes with nn.MultiheadAttention")
     _refuse_heads(name, module.num_heads, members)
@@ -219,9 +220,11 @@ def _of_heads(name: str, module: nn.Module, members: int) -> list[tuple[str, nn.
         for key in ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         if (p := getattr(module, key)) is not None
     ]
-    for key in ("in_proj_weight", "in_proj_bias"):
-        if (p := getattr(module, key)) is not None:
-            found.append((key, p, Lay(0, (each,) * 3)))
+    found += [
+        (key, p, Lay(0, (each,) * 3))
+        for key in ("in_proj_weight", "in_proj_bias")
+        if (p := getattr(module, key)) is not None
+    ]
     return [*found, ("out_proj.weight", module.out_proj.weight, Lay(1, (each,)))]
 
 

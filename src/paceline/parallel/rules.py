@@ -51,17 +51,18 @@ def own_stream(fellows: Fellows, device: torch.device) -> Iterator[None]:
 # ---- element by element
 
 _BY_ELEMENT = (
-    "relu relu_ gelu silu silu_ mish elu selu celu leaky_relu leaky_relu_ relu6 hardtanh hardswish hardsigmoid softplus "
-    "softsign tanh tanh_ sigmoid sigmoid_ logsigmoid erf exp exp_ log sqrt rsqrt square abs neg pow sin cos clamp clamp_ "
-    "add add_ sub sub_ mul mul_ div div_ true_divide __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ "
-    "__rmul__ __imul__ __truediv__ __rtruediv__ __rdiv__ __itruediv__ __neg__ __pow__ __rpow__ rsub subtract multiply "
-    "divide maximum minimum where masked_fill masked_fill_ nan_to_num float half bfloat16 double to contiguous clone "
-    "detach type_as eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ logical_not logical_and logical_or "
-    "isfinite isnan isinf addcmul lerp zeros_like ones_like full_like empty_like"
-).split()
+    "relu relu_ gelu silu silu_ mish elu selu celu leaky_relu leaky_relu_ relu6 hardtanh hardswish hardsigmoid "
+    "softplus softsign tanh tanh_ sigmoid sigmoid_ logsigmoid erf exp exp_ log sqrt rsqrt square abs neg pow "
+    "sin cos clamp clamp_ add add_ sub sub_ mul mul_ div div_ true_divide __add__ __radd__ __iadd__ __sub__ "
+    "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __rdiv__ __itruediv__ __neg__ "
+    "__pow__ __rpow__ rsub subtract multiply divide maximum minimum where masked_fill masked_fill_ nan_to_num "
+    "float half bfloat16 double to contiguous clone detach type_as eq ne lt le gt ge __eq__ __ne__ __lt__ "
+    "__le__ __gt__ __ge__ logical_not logical_and logical_or isfinite isnan isinf addcmul lerp zeros_like "
+    "ones_like full_like empty_like"
+)
 
 
-@rule(*_BY_ELEMENT)
+@rule(*_BY_ELEMENT.split())
 def by_element(func: Func, args: Args, named: Named) -> Any:
     first = next((a for a in [*args, *named.values()] if isinstance(a, Spread)), None)
     if first is None:
@@ -267,7 +268,7 @@ def linear(func: Func, args: Args, named: Named) -> Any:
     some = weight if isinstance(weight, Spread) else x if isinstance(x, Spread) else bias
     fellows = some.fellows
     if isinstance(weight, Spread) and weight.lay.dim == 0:  # by columns of the result
-        beside = None if bias is None else _beside(bias, weight.t(), 1)
+        beside = None if bias is None else _beside(bias, transposed(func, (weight, 0, 1), {}), 1)
         out = F.linear(_entered(x, fellows), weight.local, beside)
         return Spread(out, weight.lay.at(out.ndim - 1), fellows)
     if isinstance(x, Spread) and x.lay.dim != x.ndim - 1 and not isinstance(weight, Spread):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from paceline.parallel.fellows import total
 from paceline.parallel.rules import rule
-from paceline.parallel.spread import Spread
+from paceline.parallel.spread import Spread, wholes
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 _LOSS = inspect.signature(F.cross_entropy)
@@ -48,7 +48,7 @@ def multi_head(func: Callable[..., Any], args: Sequence[Any], named: dict[str, A
         seen = F.softmax(scores if mask is None else scores + mask, dim=-1)
         seen = F.dropout(seen, dropped) if dropped else seen
         out = seen @ v
-        seen = seen.mean(1) if it["average_attn_weights"] else seen.whole()
+        seen = seen.mean(1) if it["average_attn_weights"] else wholes(seen)
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, dropped)
     out = out.permute(2, 0, 1, 3).reshape(length, batch, width)
@@ -88,7 +88,7 @@ def cross_entropy(func: Callable[..., Any], args: Sequence[Any], named: dict[str
     low = F.log_softmax(logits, dim)
     loss, kept = _picked(low, target, it["ignore_index"])
     if it["label_smoothing"]:
-        every = -low.sum(dim) / logits.shape[dim]  # type: ignore[operator]
+        every = -low.sum(dim) / logits.shape[dim]
         loss = (1 - it["label_smoothing"]) * loss + it["label_smoothing"] * every * kept
     return _reduced(loss, kept, it["reduction"])
 

@@ -29,6 +29,7 @@ from paceline.parallel.plan_of_split import Plan, by_itself, chosen, lays
 from paceline.parallel.spread import Spread, pack, unpack
 from paceline.strategies.cuts import elementwise, kind_of
 
+
 def split_model(
     model: nn.Module, where: DeviceMesh, plan: Plan | None, *, sequence: bool = False, apart: bool = False
 ) -> Split:
@@ -167,7 +168,7 @@ class Split:
             for name, p in inner._parameters.items():
                 if isinstance(p, DTensor) and p.device_mesh.ndim == 1 and p.device_mesh == self._mesh:
                     if id(p) not in made:
-                        mine = Held.apply(p)  # type: ignore[no-untyped-call]
+                        mine = Held.apply(p)
                         lay = self._at.get((id(inner), name))
                         made[id(p)] = Spread(mine, lay, self.fellows) if lay else mine
                     seen.put(inner, name, p, made[id(p)])
@@ -177,8 +178,8 @@ class Split:
         """Refuse optimizers that look at whole tensors."""
         if not elementwise(optimizer):
             raise ConfigError(
-                f"{kind_of(optimizer).__name__} looks at whole tensors, of which members of a split have parts: use one "
-                "that looks at each element by itself (SGD, AdamW, Adagrad, ...), or shard=N instead of split=N"
+                f"{kind_of(optimizer).__name__} looks at whole tensors, of which members of a split have parts: use "
+                "one that looks at each element by itself (SGD, AdamW, Adagrad, ...), or shard=N instead of split=N"
             )
 
     def agree_on_random(self) -> None:
@@ -205,7 +206,7 @@ class Split:
             mine = [g for g in found if g.dtype == dtype]
             flat = torch.cat([g.reshape(-1) for g in mine])
             self.fellows.same(flat)
-            for g, row in zip(mine, flat.split([g.numel() for g in mine])):
+            for g, row in zip(mine, torch.split(flat, [g.numel() for g in mine])):
                 g.copy_(row.view_as(g))
 
 
@@ -242,7 +243,7 @@ class Held(torch.autograd.Function):
         return mine.view_as(mine)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         mesh, placements, shape, stride = ctx.of
         return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
 

@@ -22,10 +22,19 @@ Rule = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}  # by name of the function; NotImplemented: not in this case
 GATHERED: Counter[str] = Counter()  # the functions for which wholes were put together
 
-_ABOUT = (  # what the shape and the dtype tell
-    "size dim numel nelement ndimension is_floating_point is_complex element_size __len__ get_device __hash__"
-).split()
-_ABOUT_FIELDS = "shape ndim dtype device layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested names".split()
+_ABOUT = (
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "ndimension",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "__len__",
+)
+_ALSO_ABOUT = ("get_device", "__hash__")  # what the shape and the dtype tell
+_ABOUT_FIELDS = ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested")
 _OF_PART = ("register_hook", "retain_grad", "requires_grad_")
 _OF_PART_FIELDS = ("requires_grad", "grad_fn", "is_leaf", "_base", "_version")
 
@@ -48,7 +57,7 @@ class Spread(torch.Tensor):
     def __new__(cls, local: torch.Tensor, lay: Lay, fellows: Fellows) -> Spread:
         shape = list(local.shape)
         shape[lay.dim] = lay.whole
-        new: Spread = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        new: Spread = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         new.local, new.lay, new.fellows = local, lay, fellows
         return new
 
@@ -79,7 +88,7 @@ class Spread(torch.Tensor):
                     return func(*args)
             if func in _PART_FIELDS:
                 return func(args[0].local)
-        elif name in _ABOUT:
+        elif name in _ABOUT or name in _ALSO_ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         elif name in _OF_PART:
@@ -90,17 +99,17 @@ class Spread(torch.Tensor):
             out = rule(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        if name == "__set__" or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
-            if isinstance(args[0], Spread) or "out" in kwargs:
-                raise ConfigError(
-                    f"{name} on a tensor that is split: it is in parts, and cannot be changed in place so; write the "
-                    f"operation without the underscore, or leave the layer before it out of split="
-                )
+        changes = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+        if "out" in kwargs or (changes and isinstance(args[0], Spread)):
+            raise ConfigError(
+                f"{name} on a tensor that is split: it is in parts, and cannot be changed in place so; write the "
+                f"operation without the underscore, or leave the layer before it out of split="
+            )
         GATHERED[name] += 1
         return func(*wholes(args), **wholes(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise ConfigError(
             f"{func}: a tensor that is split came where PyTorch looks at memory, as in a compiled or custom autograd "
             "function; leave the layer before it out of split="
