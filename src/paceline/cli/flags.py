@@ -97,7 +97,7 @@ SETTINGS = (
         "mesh",
         "D=N,...",
         str,
-        "how each replica is cut over members, as in shard=2 or stage=2; what is left is replicated",
+        "how each replica is cut over members, as in shard=2, stage=2 or shard=2,split=2; the rest is replicated",
     ),
     Flag("servers", "K", servers.parse, "of sync, bounded and async: how many; colocated: a shard with every worker"),
     Flag(

@@ -106,6 +106,8 @@ class Cut:
                 f"--mesh {self.mesh.words} cuts models: write model = run.model(model) before the optimizer is made, "
                 "and give both to run.optimizer"
             )
+        if part.split:
+            part.split.check(optimizer)
         known = {id(p) for p in model.parameters()}
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -163,6 +165,8 @@ class Cut:
         assert inside
         assert pieces
         part.busy = False
+        if part.split:
+            part.split.agree()
         weight, part.weights = sum(part.weights) / len(part.weights), []
         found = pieces.pull()
         bad = next((n for n, (p, _) in pieces.of.items() if world.check_finite and not _finite(p.grad)), "")
@@ -239,7 +243,7 @@ class Cut:
         for part in self._models.values():
             alike = part.gathered.alike if part.gathered else self._world.group
             for buffer in part.model.buffers():
-                alike.broadcast(local(buffer))
+                alike.broadcast(local(buffer), getattr(buffer, "home", 0))  # a branch has another member's
         if keep:
             with self.strategy.showing():
                 self._keep_all()
@@ -252,11 +256,16 @@ class Cut:
             if part.gathered:
                 self._kept |= part.gathered.keep([shadow.of for shadow in part.shadows.values()])
                 continue
-            state = {name: _host(whole(t.detach()), first) for name, t in part.model.state_dict(keep_vars=True).items()}
+            named = part.model.state_dict(keep_vars=True)
+            state = {name: _host(whole(t.detach(), t), first) for name, t in named.items()}
             for shadow in part.shadows.values():
+                ps = [p for group in shadow.of.param_groups for p in group["params"]]
                 self._kept[id(shadow.of)] = {
                     "state": {
-                        i: {k: _host(whole(v), first) if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+                        i: {
+                            k: _host(whole(v, ps[i]), first) if isinstance(v, torch.Tensor) else v
+                            for k, v in own.items()
+                        }
                         for i, own in shadow.of.state_dict()["state"].items()
                     }
                 }
@@ -346,6 +355,7 @@ class _Part:
 
     def __init__(self, model: nn.Module, cut: Cut) -> None:
         self.model = model
+        self.split = vars(model).get("_paceline_split")  # what makes its members agree
         self.busy = False  # a pass has begun whose gradients the strategy has not seen
         self.exchanged = False  # since gradients were cleared
         self.weights: list[float] = []  # of the passes whose gradients are being added up

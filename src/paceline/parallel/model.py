@@ -9,10 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.core.mesh import Mesh
+from paceline.parallel.fellows import Fellows
 from paceline.parallel.layers import recompute_layers
 from paceline.parallel.outline import initialise, outline
+from paceline.parallel.plan_of_split import Plan, chosen
 from paceline.parallel.schedule import Staging
 from paceline.parallel.shard import shard
+from paceline.parallel.split import split_model
 from paceline.parallel.staging import stage
 from paceline.strategies.replicas import make_equal
 from paceline.transport.group import Group
@@ -37,6 +40,8 @@ def cut_model(
     recompute: bool = False,
     offload: bool = False,
     staging: Staging | None = None,
+    split: Plan | None = None,
+    sequence: bool = False,
 ) -> nn.Module:
     """Cut a model, or what a function makes, in place; see `Run.model`."""
     if isinstance(given, nn.Module):
@@ -44,16 +49,27 @@ def cut_model(
         make_equal(group, dict(model.named_parameters()), dict(model.named_buffers()))
     else:
         model = outline(given)
-    if recompute:
-        recompute_layers(model)
+    if split and mesh.split == 1:
+        chosen(model, split)  # what is wrong with it is told on any mesh
     if mesh.stage > 1:
+        if recompute:
+            recompute_layers(model)
         sharded = device_mesh(mesh, group, device)["shard"] if mesh.shard > 1 else None
         stage(model, staging or Staging(), mesh, group, device, seed, sharded, offload=offload)
         return model
     where = device_mesh(mesh, group, device)
-    shard(model, where["shard"], offload=offload)
+    parts = None
+    if mesh.split > 1:
+        parts = split_model(model, where, split, sequence=sequence, apart=recompute or mesh.shard > 1)
+    if recompute:
+        recompute_layers(model)
+    if mesh.shard > 1 or parts is None:
+        shard(model, where["shard"], offload=offload)
     if not isinstance(given, nn.Module):
         home = torch.device("cpu") if offload else device
         model.to_empty(device=home)
+    if parts:
+        parts.finish(model, Fellows(where["shard"].get_group()) if mesh.shard > 1 else None)
+    if not isinstance(given, nn.Module):
         initialise(model, home, seed)
     return model

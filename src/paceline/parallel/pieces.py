@@ -21,9 +21,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it; by all who have parts together."""
-    return tensor.full_tensor() if is_cut(tensor) else tensor  # type: ignore[attr-defined]
+def whole(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
+    """All of it; by all who have parts together. `of`: the parameter whose gradient or state it is."""
+    if not is_cut(tensor):
+        return tensor
+    how = getattr(tensor if of is None else of, "cut_as", None)  # of a parameter that is split
+    return how.whole(local(tensor)) if how else tensor.full_tensor()  # type: ignore[attr-defined, no-any-return]
 
 
 @torch.no_grad()
@@ -42,6 +45,8 @@ def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     if not is_cut(tensor):
         return whole
+    if how := getattr(tensor, "cut_as", None):
+        return how.part(whole)  # type: ignore[no-any-return]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]

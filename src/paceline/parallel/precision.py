@@ -55,7 +55,9 @@ class Precision:
                 f"precision {self.words} and strategy {settings.strategy}: zero steps parts by itself, and does not "
                 "skip steps yet whose gradients are not finite: use bf16, or the strategy allreduce"
             )
-        if (self.weights or self.scales or self.kind == "fp8") and "shard" in settings.mesh:
+        if (self.weights or self.scales or self.kind == "fp8") and any(
+            cut in settings.mesh for cut in ("shard", "split")
+        ):
             raise ConfigError(
                 f"precision {self.words} and mesh {settings.mesh}: parts of parameters are kept and summed in float32, "
                 "and models compute in fp32 or bf16: use one of these"

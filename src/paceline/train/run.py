@@ -23,6 +23,7 @@ from paceline.data.uploads import Uploads
 from paceline.parallel.cut import Cut, CutModel
 from paceline.parallel.outline import check_offload, whole_model
 from paceline.parallel.pipeline import pipeline_of
+from paceline.parallel.plan_of_split import chosen
 from paceline.parallel.precise import Precise
 from paceline.parallel.precision import make_precision
 from paceline.parallel.schedule import Staging
@@ -195,6 +196,8 @@ class Run(Collectives):
         like: Any = None,
         micro: int = 0,
         schedule: str = "1f1b",
+        split: Mapping[str, str | int] | None = None,
+        sequence: bool = False,
     ) -> torch.nn.Module:
         """This member's part of a model, where `--mesh` cuts replicas; else the model, on the run's device.
 
@@ -205,6 +208,10 @@ class Run(Collectives):
             recompute: what layers compute is not kept for the backward pass, but computed again: less memory, a third
                 more to compute. Layers are the elements of the model's lists (ModuleList, Sequential).
             offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
+            split: with `--mesh split=N`, how layers are split, by patterns of their names: `{"*.up": "column",
+                "*.down": "row"}`; see `paceline.parallel.plan_of_split`. None: found by itself, in transformers.
+            sequence: with `--mesh split=N`, what stands between the layers that are split (norms, dropout) works on
+                parts of the sequence.
 
         With `--mesh stage=N`, train with `run.backward`, and:
 
@@ -214,11 +221,14 @@ class Run(Collectives):
             micro: into how many micro-batches a batch is cut; 0: four per stage, or as many as there are samples.
             schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; see `paceline.parallel.schedule`.
         """
-        check_offload(offload, cuts=self._cut is not None)
+        check_offload(offload, cuts=self._cut is not None and self._cut.mesh.shard > 1)
         staging = Staging(cut, like, micro, schedule, self.settings.wait_limit_s)
         staging.check()
         if self._cut is None:
-            return whole_model(model, self.device, self.seed, recompute=recompute)
+            part = whole_model(model, self.device, self.seed, recompute=recompute)
+            if split:
+                chosen(part, split)  # what is wrong with it is told by runs of one as well
+            return part
         from paceline.parallel.model import cut_model
 
         part = cut_model(
@@ -230,6 +240,8 @@ class Run(Collectives):
             recompute=recompute,
             offload=offload == "parameters",
             staging=staging,
+            split=split,
+            sequence=sequence,
         )
         self._cut.take(part, self._world)
         return part

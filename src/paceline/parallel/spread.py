@@ -1,0 +1,140 @@
+"""A tensor in parts that stands for the whole: of its shape, while each member has only its part.
+
+Code between two layers that are split (`view`, `transpose`, softmax, ...) is written for the whole, and stays so. What
+has a rule (`rules`) is computed on the parts. For everything else the whole is put together first: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paceline.core.errors import ConfigError
+from paceline.parallel.fellows import Fellows, gather
+from paceline.parallel.lay import Lay
+
+Rule = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
+
+RULES: dict[str, Rule] = {}  # by name of the function; NotImplemented: not in this case
+GATHERED: Counter[str] = Counter()  # the functions for which wholes were put together
+
+_ABOUT = (
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "ndimension",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "__len__",
+)
+_ALSO_ABOUT = ("get_device", "__hash__")  # what the shape and the dtype tell
+_ABOUT_FIELDS = ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested")
+_OF_PART = ("register_hook", "retain_grad", "requires_grad_")
+_OF_PART_FIELDS = ("requires_grad", "grad_fn", "is_leaf", "_base", "_version")
+
+
+def _getters(names: Sequence[str]) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+_FIELDS, _PART_FIELDS = _getters(_ABOUT_FIELDS), _getters(_OF_PART_FIELDS)
+
+
+class Spread(torch.Tensor):
+    """A whole of which this member has `local`, at `lay`."""
+
+    local: torch.Tensor
+    lay: Lay
+    fellows: Fellows
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, lay: Lay, fellows: Fellows) -> Spread:
+        shape = list(local.shape)
+        shape[lay.dim] = lay.whole
+        new: Spread = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        new.local, new.lay, new.fellows = local, lay, fellows
+        return new
+
+    def __init__(self, local: torch.Tensor, lay: Lay, fellows: Fellows) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # without an exchange: one member alone may print it
+        return f"Spread(shape={tuple(self.shape)}, dim={self.lay.dim}, local={tuple(self.local.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.whole().detach().clone()
+
+    def whole(self) -> torch.Tensor:
+        """All of it; by all members together."""
+        return gather(self.local, self.fellows, self.lay)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(getattr(kind, "is_to_come", False) for kind in types):
+            return NotImplemented  # the output of a branch knows what to do
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            if func in _FIELDS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args)
+            if func in _PART_FIELDS:
+                return func(args[0].local)
+        elif name in _ABOUT or name in _ALSO_ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        elif name in _OF_PART:
+            return func(args[0].local, *args[1:], **kwargs)
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "__get__")
+        if rule := RULES.get(name):
+            out = rule(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        changes = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+        if "out" in kwargs or (changes and isinstance(args[0], Spread)):
+            raise ConfigError(
+                f"{name} on a tensor that is split: it is in parts, and cannot be changed in place so; write the "
+                f"operation without the underscore, or leave the layer before it out of split="
+            )
+        GATHERED[name] += 1
+        return func(*wholes(args), **wholes(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise ConfigError(
+            f"{func}: a tensor that is split came where PyTorch looks at memory, as in a compiled or custom autograd "
+            "function; leave the layer before it out of split="
+        )
+
+
+def wholes(value: Any) -> Any:
+    """With wholes in the place of parts."""
+    return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Spread) else leaf, value)
+
+
+class Packed(NamedTuple):
+    """A Spread for those who look at tensors' memory: checkpointing, `fully_shard`."""
+
+    local: torch.Tensor
+    lay: Lay
+    fellows: Fellows
+
+
+def pack(value: Any) -> Any:
+    return pytree.tree_map(lambda t: Packed(t.local, t.lay, t.fellows) if isinstance(t, Spread) else t, value)
+
+
+def unpack(value: Any) -> Any:
+    def packed(node: Any) -> bool:
+        return isinstance(node, Packed)
+
+    return pytree.tree_map(lambda t: Spread(*t) if isinstance(t, Packed) else t, value, is_leaf=packed)
