@@ -142,7 +142,7 @@ def play(made: Sequence[Sequence[Action]], stages: int, costs: Mapping[str, floa
     """How long these orders take, if an action of each kind takes so long and messages none.
 
     >>> play(orders("gpipe", 4, 12), 4, {"F": 1, "B": 2})
-    45
+    45.0
     """
     ends: dict[Action, float] = {}
     free = [0.0] * len(made)
