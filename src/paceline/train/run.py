@@ -128,6 +128,7 @@ class Run:
         )
         self._loaders = self._feeding.loaders
         self._world.leases = self._feeding.leases
+        self._world.counted = dealer.counted if dealer else {}
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
         self._loop = Loop(
