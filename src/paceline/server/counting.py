@@ -40,15 +40,16 @@ class Counting:
         over = [batch for batch in known.parts if batch not in batches]
         if len(over) == len(known.parts):
             known.samples = 0.0
-        known.samples += push.samples
+        known.coming = push.samples
         known.parts = {batch: known.parts.get(batch, 0) for batch in batches}
         return _leases(over)
 
     def part(self, rank: int, push: Push) -> None:
         """A chunk of it is taken."""
-        parts = self._pushes[rank][push.thread].parts
-        for batch in parts:
-            parts[batch] += 1
+        known = self._pushes[rank][push.thread]
+        known.samples, known.coming = known.samples + known.coming, 0.0
+        for batch in known.parts:
+            known.parts[batch] += 1
 
     def of(self, rank: int) -> tuple[Taken, ...]:
         """What is counted for a worker. All samples of a push stand with the first of its batches."""
@@ -72,7 +73,7 @@ class _Pushed:
 
     def __init__(self) -> None:
         self.parts: dict[Batch, int] = {}
-        self.samples = 0.0
+        self.samples = self.coming = 0.0  # with the first chunk that is taken
 
 
 def batches_of(leases: Mapping[str, Sequence[int]]) -> list[Batch]:
