@@ -165,7 +165,7 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
         name=f"{kind.partition('(')[0]}-{seed}",
         strategy=kind,
         members=4,
-        num_servers=1,
+        num_servers=2 if kind == "async" else 1,  # a push goes to both, and may be torn
         replaced=replaced,
         epochs=epochs_for(_chaos_plans.last_step(plan) + 60, 4),
         seed=seed,

@@ -324,6 +324,26 @@ def test_a_batch_that_is_dealt_again_says_where_it_counts() -> None:
     assert again == [(0, 4.0)]  # of those that had not been said to be done
 
 
+def test_in_one_loss_with_another_a_batch_does_not_count_twice() -> None:
+    with placed(2) as here:
+        client, (table,) = here.client(0)
+        counted = {(COURSE, 0): {(0, 0): 2, (0, 1): 1}}
+        parameters = [slot.parameter.requires_grad_() for slot in table.slots]
+        held = Held(table, torch.optim.SGD(parameters, **SGD), list(parameters), 1, None)
+        for p in parameters:
+            p.grad = torch.full_like(p, 7.0)  # of the last step
+        assert not held.draws([(COURSE, 0)], counted, kept=False)
+        assert held.draws([("1/7/1", 5)], counted, kept=True)
+        for p in parameters:
+            p.grad = torch.full_like(p, 11.0)
+        held.redone.end()
+        table.push([p.grad for p in parameters], [SGD], leases={COURSE: [0], "1/7/1": [5]}, counted=counted)
+        for server, service in enumerate(here.services):
+            for index, weights in enumerate(service.tables[0].shard.stock.weights):
+                assert set(weights.tolist()) == {0.0 if index < counted[COURSE, 0][0, server] else -11.0}
+        client.close()
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [1, 2, 0]])
 def test_among_others_in_a_push_a_batch_adds_only_what_is_missing(order: Sequence[int]) -> None:
     """Batch 0 was begun; a turn of batch n adds 10 to the n-th to every gradient."""

@@ -179,7 +179,7 @@ class Table:
         # What cannot be dealt again is settled by the first chunk that the first server gets.
         uploads = any(course.startswith(m.UPLOADS) for course in named)
         begun = threading.Event() if uploads and len(self._parts) > 1 else None
-        there = self._there(batches_of(named), counted or {})
+        there = self._there(batches_of(named), {} if uploads else counted or {})
 
         def work(part: Part) -> Future[None]:
             if not part.chunks:  # more servers than pieces: this one has nothing to answer

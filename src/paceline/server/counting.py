@@ -81,6 +81,11 @@ def batches_of(leases: Mapping[str, Sequence[int]]) -> list[Batch]:
     return [(course, n) for course, numbers in leases.items() if not course.startswith(UPLOADS) for n in numbers]
 
 
+def is_one(leases: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a push is made of one batch alone."""
+    return sum(map(len, leases.values())) == 1
+
+
 def _leases(batches: Sequence[Batch]) -> Leases:
     leases: Leases = {}
     for course, number in batches:

@@ -66,12 +66,19 @@ class Held:
             self._front.share(self.parameters)
             self.wishes = self._front.tell(self.wishes)
 
-    def draws(self, batches: Sequence[Batch], counted: Mapping[Batch, Counted], *, kept: bool) -> None:
-        """The turn of these batches begins; `kept`: what is pushed next is made of others too."""
+    def draws(self, batches: Sequence[Batch], counted: Mapping[Batch, Counted], *, kept: bool) -> bool:
+        """The turn of these batches begins; `kept`: what is pushed next is made of others too.
+
+        Whether they are in one turn with a batch that some servers have already, and left out there with it.
+        """
+        spans = [span for batch in batches if batch in counted for span in self._spans(batch, counted[batch])]
+        if kept and self.redone.idle:
+            self.redone.join(spans)
+            return True
         if kept:
             self.redone.end()
-        spans = [span for batch in batches if batch in counted for span in self._spans(batch, counted[batch])]
         self.redone.begin(spans, kept=kept)
+        return False
 
     def _spans(self, batch: Batch, counted: Counted) -> Sequence[Span]:
         return self.table.spans(batch, counted) if self.table else ()

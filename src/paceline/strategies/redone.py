@@ -3,6 +3,9 @@
 Where a push is made of one such batch alone, chunks that have it get nothing. Where it is one of several
 (`run.accumulate()`, workers that train apart), their gradients are one sum by then. So what was there before the turn
 of that batch is kept, and put back behind it, for those parts of the parameters alone that have the batch already.
+
+Batches of two loaders that go into one loss cannot be told apart: where one of them counts already, the other is left
+out with it, so that none counts twice.
 """
 
 from __future__ import annotations
@@ -35,14 +38,26 @@ class Redone:
         self._anew = anew
         self._spans: list[Span] = []
         self._before: dict[int, torch.Tensor] = {}
+        self._began: dict[int, torch.Tensor] = {}  # as `before`, also of what is thrown away before it is added to
 
     def begin(self, spans: Sequence[Span], *, kept: bool) -> None:
         """A turn begins. `spans` have its batch already; `kept`: what is there now will be pushed too."""
-        self._spans, self._before = list(spans), {}
-        if spans and (kept or not self._anew):
-            sums = self._sums()
-            touched = {number: sums[number] for number, _, _ in spans}
-            self._before = {number: now.detach().clone() for number, now in touched.items() if now is not None}
+        sums = self._sums() if spans else ()
+        touched = {number: sums[number] for number, _, _ in spans}
+        self._spans = list(spans)
+        self._began = {number: now.detach().clone() for number, now in touched.items() if now is not None}
+        self._before = dict(self._began) if kept or not self._anew else {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether a turn is under way that has added nothing yet."""
+        sums = self._sums() if self._spans else ()
+        pairs = [(sums[number], self._began.get(number)) for number in {number for number, _, _ in self._spans}]
+        return bool(pairs) and all(now is None or (old is not None and torch.equal(now, old)) for now, old in pairs)
+
+    def join(self, spans: Sequence[Span]) -> None:
+        """Another batch is in the same turn."""
+        self._spans += spans
 
     def cleared(self) -> None:
         """What was there has been thrown away."""
@@ -59,7 +74,7 @@ class Redone:
             flat, before = now.reshape(-1), self._before.get(number)  # a view, unless its strides are odd
             flat[start:stop] = 0.0 if before is None else before.reshape(-1)[start:stop]
             now.copy_(flat.view(now.shape))
-        self._spans, self._before = [], {}
+        self._spans, self._before, self._began = [], {}, {}
 
 
 def gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -23,7 +23,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.server.client import Client
 from paceline.server.connection import connect, pair
-from paceline.server.counting import Batch, batches_of
+from paceline.server.counting import Batch, batches_of, is_one
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
 from paceline.server.messages import Rule
 from paceline.server.placement import Tensor
@@ -133,7 +133,7 @@ class Served:
         leases = world.passing.leases if world.passing else world.leases()
         samples, self._pushed = world.tally.drawn - self._pushed, world.tally.drawn
         began = time.monotonic()
-        if len(batches_of(leases)) != 1:
+        if not is_one(leases):
             self._end_turn(optimizer)
         for each in held:
             wish = self.sync and world.wish
@@ -161,8 +161,13 @@ class Served:
             return
         before, self._drawn = self._drawn, batches_of(world.leases())
         new = [batch for batch in self._drawn if batch not in before]
-        for each in self._all():
-            each.draws(new, world.counted, kept=len(self._drawn) > len(new))
+        kept = len(self._drawn) > len(new)
+        joined = [each.draws(new, world.counted, kept=kept) for each in self._all()]
+        if any(joined):
+            world.tell(
+                "a batch that a lost member had begun is in one loss with another one, which is left out where the "
+                "first counts already"
+            )
 
     def reading(self) -> dict[int, Sequence[int]]:
         if self._world is not None and self.sync:
