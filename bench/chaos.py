@@ -8,8 +8,9 @@
   failures          runs that ended with an error, or left a process behind
   accuracy_behind_points
                     test accuracy on digits: mean of fault-free runs less mean of broken ones, in points
-  *_async           the same for async; there and in sync lost workers are started again. sync(backups=1) lets one go,
-                    and drops pushes by design, so that only its end and its weights are judged
+  *_async           the same for async, with two servers; there and in sync lost workers are started again.
+                    sync(backups=1) lets one go, and drops pushes by design, so that only its end and its weights are
+                    judged
   goodput           one fault a minute: committed steps x fault-free time of a step / wall time, after the first step
   detect_s          from the kill until the last survivor has heard of the new view
   recover_s         from the kill until the last survivor has committed a step in it; median over the faults
