@@ -25,7 +25,6 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.words import whole
 from paceline.optim import DelayedNesterov
-from paceline.server.counting import is_one
 from paceline.server.gates import Apart, Gate
 from paceline.strategies.replicas import names_of
 from paceline.strategies.server import Served
@@ -146,7 +145,7 @@ class AsyncLocal(Served):
         """Push what was learnt, and go on from what the servers have."""
         world = self._world
         assert world is not None
-        if not is_one(world.leases()):
+        if not self._is_alone(world.leases()):
             self._end_turn(apart.outer)
         if not apart.differ():
             told = f"weights of member {world.group.rank} have become infinite or nan since its last push"

@@ -14,7 +14,7 @@ are no servers, and the optimizer steps as it always did.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -72,7 +72,7 @@ class Served:
         self._pushed = 0.0  # samples of which servers have been told
         self._rests = False  # the servers have been told that nobody is to wait for this member
         self._behind = False  # it has come late, and its weights are of then
-        self._drawn: list[Batch] = []  # that a push of now would be made of
+        self._drawn: list[Batch] = []  # that a push of now is made of; some may have been said to be done before it
         self._fetched = Fetched()  # of the servers' state, for a checkpoint
 
     # ---- the contract
@@ -133,11 +133,13 @@ class Served:
         leases = world.passing.leases if world.passing else world.leases()
         samples, self._pushed = world.tally.drawn - self._pushed, world.tally.drawn
         began = time.monotonic()
-        if not is_one(leases):
+        counted = world.counted
+        if not self._is_alone(leases):
             self._end_turn(optimizer)
+            counted = counted if world.passing or set(self._drawn) <= set(batches_of(leases)) else {}
         for each in held:
             wish = self.sync and world.wish
-            each.push(options[: each.groups], weight, wish, world.passing, leases, world.counted, samples)
+            each.push(options[: each.groups], weight, wish, world.passing, leases, counted, samples)
             samples = 0.0
         world.waited_s += time.monotonic() - began
         world.sent_bytes = self._client.sent_bytes if self._client else 0
@@ -154,16 +156,22 @@ class Served:
         for each in self._tables[id(optimizer)]:
             each.redone.end()
 
+    def _is_alone(self, leases: Mapping[str, Sequence[int]]) -> bool:
+        """Whether a push is made of one batch."""
+        assert self._world is not None
+        return is_one(leases) and (self._world.passing is not None or len(self._drawn) <= 1)
+
     def _draw(self) -> None:
         """A batch was drawn, and its turn begins."""
         world = self._world
         if world is None:
             return
-        before, self._drawn = self._drawn, batches_of(world.leases())
-        new = [batch for batch in self._drawn if batch not in before]
-        kept = len(self._drawn) > len(new)
+        kept = world.owed()
+        before = self._drawn if kept else []
+        new = [batch for batch in batches_of(world.leases()) if batch not in before]
+        self._drawn = [*before, *new]
         joined = [each.draws(new, world.counted, kept=kept) for each in self._all()]
-        if any(joined):
+        if any(joined) or (len(new) > 1 and any(batch in world.counted for batch in new)):
             world.tell(
                 "a batch that a lost member had begun is in one loss with another one, which is left out where the "
                 "first counts already"

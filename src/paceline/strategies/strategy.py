@@ -185,6 +185,9 @@ class World:
         self.leases: Callable[[], Mapping[str, Sequence[int]]] = dict
         # By course and number: which chunks have a batch already that a lost worker had begun
         self.counted: Mapping[tuple[str, int], Counted] = {}
+        self.owed: Callable[[], bool] = lambda: (
+            False
+        )  # whether what was learnt from earlier batches is still to be pushed
         self.listen: Callable[[Mapping[str, Any]], object] | None = None  # to what the script logs, by name
         self.together: Callable[[Callable[[Group], Any]], Any] | None = None
         # Where members come and go (`paceline.train.team`):
