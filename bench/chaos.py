@@ -8,8 +8,9 @@
   failures          runs that ended with an error, or left a process behind
   accuracy_behind_points
                     test accuracy on digits: mean of fault-free runs less mean of broken ones, in points
-  *_async           the same for async; there and in sync lost workers are started again. sync(backups=1) lets one go,
-                    and drops pushes by design, so that only its end and its weights are judged
+  *_async           the same for async, with two servers; there and in sync lost workers are started again.
+                    sync(backups=1) lets one go, and drops pushes by design, so that only its end and its weights are
+                    judged
   goodput           one fault a minute: committed steps x fault-free time of a step / wall time, after the first step
   detect_s          from the kill until the last survivor has heard of the new view
   recover_s         from the kill until the last survivor has committed a step in it; median over the faults
@@ -165,7 +166,7 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
         name=f"{kind.partition('(')[0]}-{seed}",
         strategy=kind,
         members=4,
-        num_servers=1,
+        num_servers=2 if kind == "async" else 1,  # a push goes to both, and may be torn
         replaced=replaced,
         epochs=epochs_for(_chaos_plans.last_step(plan) + 60, 4),
         seed=seed,

@@ -22,7 +22,7 @@ from paceline.train.summary import Summary
 STRATEGIES = ["async", "bounded(staleness=2)", "sync"]
 
 # As train_counted, but member M of life L (0: the first) kills itself right after its N-th call of something, or takes
-# a nap of so many seconds before each.
+# a nap of so many seconds before each; or (torn-K) in its N-th push, of which only server K gets a chunk.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -33,6 +33,8 @@ from paceline.train.feeding import Feeding
 from paceline.train.late import Late
 from paceline.train.loop import Loop
 from paceline.train.run import Run
+from paceline.server import messages
+from paceline.server.port import Port
 from paceline.transport.hub import HubGroup
 
 deaths = sys.argv.pop().split(",")
@@ -73,6 +75,21 @@ def watch(name, call, number):
     return watched
 
 
+def tear(server, number):
+    say, steps = Port.say, {}
+
+    def torn(port, message, body=None):
+        if isinstance(message, messages.Push):
+            steps[port.server] = message.step
+        if isinstance(message, messages.Part) and port.server != server and steps[port.server] >= number:
+            time.sleep(60)
+        say(port, message, body)
+        if isinstance(message, messages.Part) and port.server == server and steps[server] >= number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Port.say = torn
+
+
 enter = Loop._enter_epoch
 
 
@@ -85,7 +102,9 @@ def note(*args):
 Loop._enter_epoch = note
 for death in deaths:
     member, of, name, number = death.split(":")
-    if member == rank and int(of) == life:
+    if member == rank and int(of) == life and name.startswith("torn-"):
+        tear(int(name.removeprefix("torn-")), int(number))
+    elif member == rank and int(of) == life:
         where, what = places[name]
         call = getattr(where, what)
         setattr(where, what, nap(call, float(number)) if "." in number else watch(name, call, int(number)))
@@ -103,11 +122,12 @@ def train(
     epochs: int = 4,
     step_s: float = 0.02,
     workers: int = 0,
+    window: int = 1,
     **options: Any,
 ) -> Result:
     """With faults of a plan, or with members that kill themselves (`SCRIPT`)."""
     args = ["--epochs", str(epochs), "--samples", "240", "--step-s", str(step_s), "--processes", str(processes)]
-    args += ["--workers", str(workers)]
+    args += ["--workers", str(workers), "--window", str(window)]
     options = {"replacing": Replacing()} | options
     if isinstance(plan, str):
         script = tmp_path / "train.py"
@@ -125,11 +145,8 @@ def clean(result: Result, *replaced: int) -> None:
     assert sorted(e.rank for e in result.outcome.replaced) == sorted(replaced), result.output
 
 
-def killed(strategy: str, servers: int, *members: int) -> FaultPlan | str:
-    """After seven steps, at any time; but where a push goes to several servers that do not close rounds together,
-    between two pushes: within one, some have it and others do not, which is said and not mended."""
-    if servers > 1 and strategy != "sync":
-        return ",".join(f"{member}:0:step:7" for member in members)
+def killed(*members: int) -> FaultPlan:
+    """After seven steps, at any time."""
     plan = FaultPlan()
     for member in members:
         plan = plan.kill(member=member, step=7)
@@ -163,10 +180,48 @@ def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_in_every_mode(strategy: str, servers: int, tmp_path: Path) -> None:
-    plan = killed(strategy, servers, 2)
-    result = train(tmp_path, strategy, plan, members=3, processes=4, servers=servers)
+    result = train(tmp_path, strategy, killed(2), members=3, processes=4, servers=servers)
     clean(result, 2)
     joined(result, 2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("server", [0, 1])
+@pytest.mark.parametrize("strategy", ["async", "bounded(staleness=2)"])
+def test_a_push_that_one_server_has_is_made_again_for_the_other(
+    strategy: str, server: int, again: bool, tmp_path: Path
+) -> None:
+    replacing = Replacing(replacements=3 if again else 0)
+    result = train(tmp_path, strategy, f"1:0:torn-{server}:7", servers=2, processes=3 * again, replacing=replacing)
+    clean(result, *[1] * again)
+    assert "in the middle of its push" not in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_torn_push_is_torn_again(server: int, tmp_path: Path) -> None:
+    """Both members die in a push, and both of those who replace them."""
+    deaths = f"0:0:torn-{server}:5,1:0:torn-{1 - server}:6,0:1:torn-1:3,1:1:torn-0:3"
+    result = train(tmp_path, "async", deaths, servers=2)
+    clean(result, 0, 0, 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_torn_push_of_several_batches_is_made_again_among_others(server: int, tmp_path: Path) -> None:
+    """Its batches go to the other one, in windows of their own, and count where they are missing alone."""
+    replacing = Replacing(replacements=0)
+    result = train(tmp_path, "async", f"1:0:torn-{server}:3", servers=2, window=3, epochs=2, replacing=replacing)
+    clean(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_torn_push_of_one_that_trained_apart_is_made_again(server: int, tmp_path: Path) -> None:
+    local = "async_local(every=4, lr=2.0, momentum=0.0)"
+    result = train(tmp_path, local, f"1:0:torn-{server}:3", servers=2, processes=3, epochs=2)
+    clean(result, 1)
 
 
 @pytest.mark.slow
@@ -191,8 +246,7 @@ def test_the_first_worker_too(strategy: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_at_once(strategy: str, tmp_path: Path) -> None:
-    plan = killed(strategy, 2, 1, 2)
-    result = train(tmp_path, strategy, plan, members=3, processes=5, servers=2)
+    result = train(tmp_path, strategy, killed(1, 2), members=3, processes=5, servers=2)
     clean(result, 1, 2)
     assert result.output.count(" joined: ") == 2, result.output
 

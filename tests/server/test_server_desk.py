@@ -26,12 +26,12 @@ from paceline.data.uploads import Uploads
 from paceline.server import messages as m
 from paceline.server.client import Client, Table
 from paceline.server.connection import pair
+from paceline.server.messages import UPLOADS
 from paceline.server.outside import copies as copies_module
 from paceline.server.outside import desk as desk_module
 from paceline.server.outside import outsider as outside_module
 from paceline.server.outside import visits as v
 from paceline.server.outside.desk import Desk
-from paceline.server.outside.inbox import UPLOADS
 from paceline.server.outside.outsider import Outsider
 from paceline.server.outside.samples import pack, unpack
 from paceline.server.outside.taking import Taker

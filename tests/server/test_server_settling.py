@@ -1,4 +1,4 @@
-"""A push settles the batches that it was made of, in the moment in which the server that deals takes it."""
+"""Pushes name the batches that they were made of, which are done when all servers have them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from paceline.data.sampler import Sampler
 from paceline.server import messages as m
 from paceline.server.client import Client
 from paceline.server.connection import Connection, pair
+from paceline.server.counting import Batch
 from paceline.server.dealing import Dealer, Dealing
-from paceline.server.lasts import Lasts
+from paceline.server.lasts import Begun, Lasts
+from paceline.server.lasts import told as in_words
 from paceline.server.placement import Tensor, place
 from paceline.server.service import Service
 from paceline.server.shard import Shard
@@ -74,7 +76,7 @@ def test_what_a_lost_worker_has_done_is_known_to_the_first_server(said: bool) ->
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_only_the_server_that_deals_is_told(servers: int) -> None:
+def test_all_servers_know_the_batches_of_a_push(servers: int) -> None:
     services, books, client = served(servers)
     rule = m.Rule(optimizer="SGD", groups=[SGD], gate="async")
     table = client.open([(t, torch.zeros(t.shape)) for t in TENSORS], rule)
@@ -85,8 +87,7 @@ def test_only_the_server_that_deals_is_told(servers: int) -> None:
     table.push(gradients, [SGD], leases={"0/5/1": [7], "1/5/1": [0]})
     client.close()
     assert all(service.wait(5) for service in services)
-    assert books[0].settled == [(0, {"0/5/1": (3, 4)}), (0, {"0/5/1": (7,), "1/5/1": (0,)})]
-    assert [book.settled for book in books[1:]] == [[]] * (servers - 1)
+    assert [book.settled for book in books] == [[(0, {"0/5/1": (3, 4)}), (0, {"0/5/1": (7,), "1/5/1": (0,)})]] * servers
     assert [book.left for book in books] == [[0]] * servers
     for service in services:
         service.close()
@@ -260,23 +261,30 @@ def test_gradients_that_are_kept_settle_their_batches_with_the_push_that_has_the
         ([(0, 0), (0, 0)], None),
         ([(7, 7), (7, 6)], "push 7: server 1 has only a part of it; the rest stays applied"),
         ([(7, 6), (6, 6)], "push 7: server 1 has none of it, server 0 has only a part of it; the rest stays applied"),
-        ([(6, 6), (7, 7)], "server 0 has none of it; the rest stays applied, and its batches are dealt again"),
+        ([(6, 6), (7, 7)], "server 0 has none of it; the rest stays applied"),
     ],
 )
 def test_a_push_that_is_only_partly_there_is_told(told: list[tuple[int, int]], words: str | None) -> None:
-    lasts = Lasts()
-    said = [
-        lasts.hear(server, m.Last(table=0, servers=2, rank=1, begun=begun, whole=whole))
-        for server, (begun, whole) in enumerate(told)
-    ]
-    assert said[0] is None
-    assert said[1] is None if words is None else words in (said[1] or "")
+    for again in (False, True):  # what can be dealt again is not told
+        accounts = {
+            server: m.Account(1, 5, (m.Last(table=0, begun=begun, whole=whole, again=again),))
+            for server, (begun, whole) in enumerate(told)
+        }
+        lasts = Lasts(2)
+        assert lasts.hear(0, accounts[0]) is None
+        assert lasts.hear(1, m.Account(1, 6)) is None  # of another life
+        assert lasts.hear(1, accounts[1]) == accounts
+        said = in_words(accounts)
+        assert len(said) == (words is not None and not again)
+        assert all((words or "") in each for each in said)
 
 
-def test_a_worker_that_dies_within_a_push_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_that_dies_within_a_push_leaves_its_batch_to_another(capfd: pytest.CaptureFixture[str]) -> None:
     service = Service(limit_s=10)
     book = Book()
     service.settle, service.left = book.settle, book.left.append
+    torn: list[tuple[int, Mapping[Batch, Begun]]] = []
+    service.torn = lambda rank, begun: torn.append((rank, begun))
     theirs, mine = pair(3, shared=False)
     service.attach(theirs)
     tensors = (Tensor("p0", (2 << 20,), "float32", 0),)
@@ -290,7 +298,7 @@ def test_a_worker_that_dies_within_a_push_is_told_of(capfd: pytest.CaptureFixtur
         rule=m.Rule(optimizer="SGD", groups=[SGD], gate="async"),
         shared=False,
     )
-    push = m.Push(table=0, view=1, step=1, read=0, weight=1.0, groups=[SGD], leases={"x": (4,)})
+    push = m.Push(table=0, view=1, step=1, read=0, weight=1.0, groups=[SGD], leases={"x": (4,)}, samples=8.0)
     nbytes = place(tensors, 1).chunks[0].nbytes
     _say(mine, wish)
     _say(mine, push)
@@ -299,8 +307,10 @@ def test_a_worker_that_dies_within_a_push_is_told_of(capfd: pytest.CaptureFixtur
     mine.channel.send_raw(memoryview(bytes(nbytes)))
     mine.close()
     assert service.wait(5)
-    assert (book.settled, book.left) == ([(3, {"x": (4,)})], [3])
-    assert "member 3 was lost in the middle of its push 1: server 0 has only a part of it" in capfd.readouterr().err
+    assert (book.settled, book.left) == ([], [3])
+    assert torn == [(3, {("x", 4): Begun({(0, 0): 1}, 8.0)})]
+    assert service.readings()["halves"] == 0
+    assert capfd.readouterr().err == ""
     service.close()
 
 

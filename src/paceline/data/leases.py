@@ -1,18 +1,20 @@
 """Leases: the batches of an epoch, lent to members one by one as they ask.
 
 Where nobody waits for anybody, a fast member trains more batches than a slow one. A batch that was lent is done when
-a push with its gradients is taken, or when its member says so; those of a member that is lost are lent again. So every
-batch counts once, whenever a member is lost (decision 0016). Batches can be bound to members that have a label; such
-members take these first.
+its gradients are known to be everywhere, or when its member says so; those of a member that is lost are lent again,
+with a note of where they count already. So every batch counts once, whenever a member is lost (decision 0016). Batches
+can be bound to members that have a label; such members take these first.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from paceline.core.queue import Loan, Part
+
+Counted = Mapping[tuple[int, int], int]  # by table and server: so many chunks have a batch already
 
 
 class Leases:
@@ -21,9 +23,10 @@ class Leases:
     >>> leases = Leases(3)
     >>> leases.take(0), leases.take(1), leases.take(0), leases.take(1)
     (0, 1, 2, None)
-    >>> leases.lost(0)
-    >>> leases.take(1), leases.over
-    (0, False)
+    >>> leases.lost(0, {2: {(0, 1): 5}})
+    [0, 2]
+    >>> leases.take(1), leases.take(1), leases.counted(0), leases.counted(2), leases.over
+    (0, 2, {}, {(0, 1): 5}, False)
     >>> leases = Leases(3, [("gpu", 1)])
     >>> leases.take(0), leases.take(1, ["gpu"]), leases.take(0), leases.take(0)
     (0, 2, 1, None)
@@ -32,6 +35,7 @@ class Leases:
     def __init__(self, total: int, bound: Sequence[tuple[str, int]] = ()) -> None:
         self.total = total
         self._lent: dict[int, dict[int, float]] = {}  # by rank, in the order in which they were lent
+        self._counted: dict[int, Counted] = {}  # by number, of batches that were lent again
         self._kinds: dict[str, _Kind] = {}
         end = total - sum(count for _, count in bound)
         self._kinds[""] = _Kind(0, end)
@@ -62,12 +66,22 @@ class Leases:
         """A member has done these of the batches that it was lent."""
         lent = self._lent.get(rank, {})
         for number in numbers:
-            lent.pop(number, None)
+            if lent.pop(number, None) is not None:
+                self._counted.pop(number, None)
 
-    def lost(self, rank: int) -> None:
-        """A member is gone: what it had not done can be lent again."""
-        for number in self._lent.pop(rank, ()):
+    def counted(self, number: int) -> Counted:
+        """Where a batch that is lent counts already, by what members that were lost have left."""
+        return self._counted.get(number, {})
+
+    def lost(self, rank: int, counted: Mapping[int, Counted] | None = None) -> list[int]:
+        """A member is gone: what it had not done can be lent again. `counted`: where some of that counts already."""
+        back = list(self._lent.pop(rank, ()))
+        for number in back:
+            if now := (counted or {}).get(number):
+                before = self.counted(number)
+                self._counted[number] = {at: max(before.get(at, 0), now.get(at, 0)) for at in {*before, *now}}
             next(kind for kind in self._kinds.values() if number in kind.numbers).give_back(number)
+        return back
 
     def missing(self, labels: Collection[str]) -> dict[str, int]:
         """What is left for labels other than these; nothing while there are batches left for those who have these."""

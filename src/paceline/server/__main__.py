@@ -55,7 +55,8 @@ def main() -> None:
     if place.rank == place.workers:
         hub = Hub(wires[0], range(place.workers), begun.set)
         dealing = Dealing(wires[0], range(place.workers), pushes=True)
-        service.lost = _keeps(directory)
+        service.lost = keep = _keeps(directory)
+        dealing.again = lambda rank, samples: keep(rank, trained.Work(samples=-samples))
     if meeting.replaces:
         Newcomers(wires[0], service, hub, dealing)
     desk = Desk(
@@ -121,17 +122,18 @@ def _settle(service: Service, dealing: Dealing, desk: Desk) -> None:
         dealing.left(rank)
         desk.left(rank)
 
-    service.settle, service.left = settle, left
+    service.settle, service.torn, service.left = settle, dealing.torn, left
 
 
 def _keeps(directory: Path) -> Callable[[int, trained.Work], None]:
     """Writes down what lost workers had done."""
-    began, known = time.time(), dict[int, trained.Work]()
+    began, known, lock = time.time(), dict[int, trained.Work](), threading.Lock()
     trained.write(directory, began, known)
 
     def keep(rank: int, work: trained.Work) -> None:
-        known[rank] = known.get(rank, trained.Work()) + work
-        trained.write(directory, began, known)
+        with lock:
+            known[rank] = known.get(rank, trained.Work()) + work
+            trained.write(directory, began, known)
 
     return keep
 

@@ -20,8 +20,10 @@ import torch
 
 from paceline.core.errors import PacelineError, TimedOut
 from paceline.core.status import Status
+from paceline.data.leases import Counted
 from paceline.server import messages as m
 from paceline.server.connection import Connection
+from paceline.server.counting import Batch, batches_of
 from paceline.server.packing import Packer, coded
 from paceline.server.part import Part, Slot
 from paceline.server.placement import Tensor, place
@@ -75,6 +77,7 @@ class Table:
         self.pushes = Pushes()
         self.wishes = 0  # that anybody has uttered
         self.versions: tuple[int, ...] = ()  # of the weights that are installed, by server
+        self._pushed: dict[Batch, int] = {}  # of the last push: in how many pushes each of its batches was
         self._client = client
         self._slots = [Slot(p) for _, p in tensors]
         self._tensors = tuple(t for t, _ in tensors)
@@ -156,13 +159,14 @@ class Table:
         read: Sequence[int] | None = None,
         thread: int = 0,
         leases: Mapping[str, Sequence[int]] | None = None,
+        counted: Mapping[Batch, Counted] | None = None,
         samples: float = 0.0,
     ) -> None:
         """Send gradients; return when the weights for the next step are installed, or the gate's wait has failed.
 
         Where several threads compute and push in turn, `read` is what `versions` was when this one began. `leases` are
-        the batches that the gradients were made of, done when the first server, which deals, takes them; `samples` is
-        how many samples it is to count for this worker.
+        the batches that the gradients were made of; chunks that have all of these already, by `counted`, are left out.
+        `samples` is how many samples the first server is to count for this worker.
         """
         read = self.versions if read is None else read
         flat = [None if g is None else flat_of(g.to_dense() if g.is_sparse else g) for g in gradients]
@@ -172,7 +176,10 @@ class Table:
         oldest = min((part.round for part in self._parts if part.chunks), default=0)
 
         named = {course: tuple(numbers) for course, numbers in (leases or {}).items()}
-        begun = threading.Event() if named and len(self._parts) > 1 else None
+        # What cannot be dealt again is settled by the first chunk that the first server gets.
+        uploads = any(course.startswith(m.UPLOADS) for course in named)
+        begun = threading.Event() if uploads and len(self._parts) > 1 else None
+        there = self._there(batches_of(named), {} if uploads else counted or {})
 
         def work(part: Part) -> Future[None]:
             if not part.chunks:  # more servers than pieces: this one has nothing to answer
@@ -190,10 +197,10 @@ class Table:
                 round=oldest,
                 life=self._client.life,
                 thread=thread,
-                leases={} if part.port.server else named,
+                leases=named,
                 samples=0.0 if part.port.server else samples,
             )
-            future = part.push(head, flat, begun)
+            future = part.push(head, flat, begun, there[part.port.server])
             if begun and not part.port.server:
                 future.add_done_callback(lambda _: begun.set())  # a server that is gone holds nobody up
             return future
@@ -204,6 +211,27 @@ class Table:
         for part in self._parts:
             part.settle()
         self._install()
+
+    def _there(self, batches: Sequence[Batch], counted: Mapping[Batch, Counted]) -> list[int]:
+        """By server: how many chunks have all these batches already."""
+        times = {batch: self._pushed.get(batch, 0) for batch in batches}
+        self._pushed = {batch: count + 1 for batch, count in times.items()}
+        if not counted or not batches:
+            return [0] * len(self._parts)
+        return [
+            min(self._left_of(part, counted.get(batch, {}), times[batch]) for batch in batches) for part in self._parts
+        ]
+
+    def _left_of(self, part: Part, counted: Counted, times: int) -> int:
+        """How many of a server's chunks have a batch already, when it was in so many pushes of this worker."""
+        chunks = len(part.chunks)
+        return min(max(counted.get((self.number, part.port.server), 0) - times * chunks, 0), chunks)
+
+    def spans(self, batch: Batch, counted: Counted) -> list[tuple[int, int, int]]:
+        """What of which parameter has a batch already: its number, from where, and up to where."""
+        times = self._pushed.get(batch, 0)
+        chunks = [chunk for part in self._parts for chunk in part.chunks[: self._left_of(part, counted, times)]]
+        return [(piece.tensor, piece.start, piece.stop) for chunk in chunks for piece in chunk.pieces]
 
     def rest(self) -> None:
         """No push will come for a while."""

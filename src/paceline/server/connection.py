@@ -45,10 +45,11 @@ class Memory(Protocol):
 
 
 class Connection:
-    """One side's end. `rank` is the member at the other end."""
+    """One side's end. `rank` is the member at the other end; `life` tells it from the lost one that it replaces."""
 
-    def __init__(self, rank: int, channel: Channel, memory: Memory | None) -> None:
+    def __init__(self, rank: int, channel: Channel, memory: Memory | None, life: int = 0) -> None:
         self.rank = rank
+        self.life = life
         self.channel = channel
         self.memory = memory
 

@@ -1,8 +1,9 @@
 """Batches dealt out by the first server, and a worker's side of it.
 
 A worker asks for its next batch and gets a number, or the word that the epoch is over. Where all batches are lent but
-some not yet done, it waits: should one of the others be lost, its batches are dealt again. Batches that are bound to a
-label go to workers that have it; where nobody is left who has it, all are told when nothing else is left.
+some not yet done, it waits: should one of the others be lost, its batches are dealt again, with a note of which chunks
+have them already (`server.lasts`). Batches that are bound to a label go to workers that have it; where nobody is left
+who has it, all are told when nothing else is left.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import msgspec
 from paceline.core.errors import Interrupted, Lost, PacelineError, TimedOut
 from paceline.core.queue import Course
 from paceline.data.kinds import Parts
-from paceline.data.leases import Leases
+from paceline.data.leases import Counted, Leases
+from paceline.server.counting import Batch
+from paceline.server.lasts import Begun
 from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
 
@@ -42,8 +45,15 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     numbers: tuple[int, ...]
 
 
+class Again(msgspec.Struct, frozen=True):
+    """This batch, of which a worker that was lost has left something: so many chunks of each table at each server."""
+
+    number: int
+    counted: tuple[tuple[int, int, int], ...]
+
+
 _asked = msgspec.msgpack.Decoder(Ask | Done)
-_dealt = msgspec.msgpack.Decoder(int | str)
+_dealt = msgspec.msgpack.Decoder(int | str | Again)
 _encode = msgspec.msgpack.Encoder().encode
 OVER, WAIT = -1, -2  # in the place of a number; words say why there is none
 
@@ -62,6 +72,9 @@ class Dealing:
         self._changed = threading.Condition()
         self._labels = {rank: wires.view.members[rank].labels for rank in ranks}
         self._courses: dict[str, Leases] = {}
+        self._torn: dict[int, Mapping[Batch, Begun]] = {}  # by rank, of those who are about to be gone
+        # Called where so many samples that were counted for a worker's pushes are dealt again:
+        self.again: Callable[[int, float], None] = lambda rank, samples: None
         self._closed = False
         self._channels = {rank: wires.mesh.channel(rank, LANE) for rank in ranks}
         self._waits: dict[int, Ask] = {}
@@ -108,12 +121,17 @@ class Dealing:
         self.left(rank)
 
     def settle(self, rank: int, leases: Mapping[str, Sequence[int]]) -> None:
-        """A push of this worker is taken: the batches that it was made of are done."""
+        """Pushes of this worker are everywhere: the batches that they were made of are done."""
         with self._changed:
             for course, numbers in leases.items():
                 if known := self._courses.get(course):
                     known.done(rank, numbers)
             self._answer()
+
+    def torn(self, rank: int, begun: Mapping[Batch, Begun]) -> None:
+        """A worker is lost, and these of its batches count in some places: unless it has said that they are done."""
+        with self._changed:
+            self._torn[rank] = begun
 
     def left(self, rank: int) -> None:
         """One of a worker's connections is over: with the last of them, the worker is gone."""
@@ -121,8 +139,13 @@ class Dealing:
             self._ends[rank] -= 1
             if self._ends[rank]:
                 return
-            for leases in self._courses.values():
-                leases.lost(rank)
+            torn, samples = self._torn.pop(rank, {}), 0.0
+            for course, leases in self._courses.items():
+                counted = {number: begun.parts for (of, number), begun in torn.items() if of == course}
+                back = leases.lost(rank, counted)
+                samples += sum(torn[course, number].samples for number in back if number in counted)
+            if samples:
+                self.again(rank, samples)
             self._answer()
             self._changed.notify_all()
 
@@ -152,14 +175,17 @@ class Dealing:
                 continue
             del self._waits[rank]
             self._told.pop(rank, None)
-            self._say(rank, OVER if answer is None else answer)
+            if isinstance(answer, int) and (counted := leases.counted(answer)):
+                self._say(rank, Again(answer, tuple((*at, parts) for at, parts in counted.items())))
+            else:
+                self._say(rank, OVER if answer is None else answer)
 
     def _living(self) -> set[str]:
         return {label for rank, labels in self._labels.items() if self._ends[rank] for label in labels}
 
-    def _say(self, rank: int, number: int | str) -> None:
+    def _say(self, rank: int, answer: int | str | Again) -> None:
         with contextlib.suppress(PacelineError):  # its own thread will notice
-            self._channels[rank].send(_encode(number))
+            self._channels[rank].send(_encode(answer))
 
 
 def _shown(course: str, leases: Leases) -> Course:
@@ -186,6 +212,7 @@ class Dealer:
     def __init__(self, wires: Wires, server: int) -> None:
         self.deals = True  # epochs that begin now
         self.rest: Callable[[], None] = lambda: None  # called where this worker has nothing to do for a while
+        self.counted: dict[Batch, Counted] = {}  # of what this worker was lent: where it counts already
         self._limit_s = wires.limit_s
         self._channel = wires.mesh.channel(server, LANE)
         self._asking = threading.Lock()  # one asks, and waits for the answer
@@ -202,18 +229,21 @@ class Dealer:
         with self._asking:
             try:
                 self._send(Ask(course, total, wait, bound))
-                number = self._answer(waits)
+                answer = self._answer(waits)
             except BaseException:
                 self.close()  # an answer may still come, and would be taken for that to another question
                 raise
-        return None if number == OVER else number
+        if isinstance(answer, Again):
+            self.counted[course, answer.number] = {(table, server): n for table, server, n in answer.counted}
+            return answer.number
+        return None if answer == OVER else answer
 
-    def _answer(self, waits: Callable[[], None]) -> int:
+    def _answer(self, waits: Callable[[], None]) -> int | Again:
         deadline = time.monotonic() + self._limit_s
         waiting = False
         while True:
             try:
-                answer: int | str = _dealt.decode(self._channel.recv(_LOOK_S))
+                answer: int | str | Again = _dealt.decode(self._channel.recv(_LOOK_S))
                 if isinstance(answer, str):
                     raise Lost(f"{answer}: start members with it, and the run goes on from its last checkpoint")
                 if answer != WAIT:
@@ -233,6 +263,8 @@ class Dealer:
     def done(self, course: str, numbers: Sequence[int]) -> None:
         """These of the batches that this worker was lent are trained."""
         self._send(Done(course, tuple(numbers)))
+        for number in numbers:
+            self.counted.pop((course, number), None)
 
     def close(self) -> None:
         self._channel.close()

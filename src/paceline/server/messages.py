@@ -9,8 +9,9 @@
                       Leave      this worker is done
     server → worker   Opened, Weights, State, Dropped, Refused
     server → first    Standing   of a round with backups: who is here, and whose push is whole
-                      Last       of a lost worker: how far its pushes have come
+                      Account    of a worker that is gone: how far its pushes have come
     first → servers   Closed     this round, with these workers' pushes
+                      Lost       this worker is lost: its account, please
 
 Every connection begins with Open, which has the protocol's version. Bytes that do not decode to exactly these, or do
 not fit the table, are refused by name, and nothing of them is applied; of a push, chunks that had come before may have
@@ -26,8 +27,9 @@ import msgspec
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server.placement import Tensor
 
-PROTOCOL = 3  # raised with every change that an older member would not understand
+PROTOCOL = 4  # raised with every change that an older member would not understand
 MAX_HEADER_BYTES = 1 << 26  # a table of a million parameters
+UPLOADS = "uploads/"  # how courses begin that are of samples which outsiders upload
 
 Options = dict[str, Any]  # of a parameter group: numbers, booleans, words, None and lists of them
 
@@ -82,7 +84,7 @@ class Push(msgspec.Struct, frozen=True, tag="push", kw_only=True):
     round: int = 0  # with backups: the one that it is meant for; of several servers', the oldest
     life: int = 0  # of the worker: who takes the place of a lost one, with its rank, has another
     thread: int = 0  # of the worker: to corrections, each is a worker
-    leases: dict[str, tuple[int, ...]] = {}  # by course: the batches that it settles, at the server that deals
+    leases: dict[str, tuple[int, ...]] = {}  # by course: the batches that it is made of
     samples: float = 0.0  # that it was made of, as the first server counts them
 
 
@@ -188,23 +190,48 @@ class Closed(msgspec.Struct, frozen=True, tag="closed"):
     contributors: tuple[tuple[int, int], ...]  # ranks and lives
 
 
-class Last(msgspec.Struct, frozen=True, tag="last", kw_only=True):
-    """How far a worker that was lost has come with its pushes to one server, by their numbers."""
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
+    """A worker is lost at the first server, which wants to know what the others have of it."""
+
+    rank: int
+    life: int  # as it was shown with the connection
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """How much one server has taken of a batch, for one table."""
+
+    course: str
+    number: int
+    parts: int  # chunks; of several pushes, all of them
+    samples: float = 0.0  # that the first server has counted for it
+
+
+class Last(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a worker that is gone has come with its pushes to one table of a server, by their numbers."""
 
     table: int
-    servers: int  # that hold a part of the table
-    rank: int
     begun: int  # of this one, chunks were taken
     whole: int
+    again: bool = False  # all that it is made of can be dealt again
+    taken: tuple[Taken, ...] = ()
+
+
+class Account(msgspec.Struct, frozen=True, tag="account"):
+    """All that one server has of a worker that is gone: of each table that it holds a part of."""
+
+    rank: int
+    life: int
+    lasts: tuple[Last, ...] = ()
 
 
 ToServer = Open | Store | Push | Part | Pull | Turn | Rest | Leave
 ToWorker = Opened | Weights | State | Dropped | Refused
+BetweenServers = Standing | Closed | Lost | Account
 
 encode = msgspec.msgpack.Encoder().encode
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
-_between_servers = msgspec.msgpack.Decoder(Standing | Closed | Last)
+_between_servers = msgspec.msgpack.Decoder(BetweenServers)
 
 
 class _Head(msgspec.Struct):
@@ -242,9 +269,9 @@ def decode_to_worker(data: bytes | bytearray) -> ToWorker:
         raise Interrupted(f"a server sent what cannot be read: {error}") from None
 
 
-def decode_between_servers(data: bytes | bytearray) -> Standing | Closed | Last:
+def decode_between_servers(data: bytes | bytearray) -> BetweenServers:
     try:
-        message: Standing | Closed | Last = _between_servers.decode(data)
+        message: BetweenServers = _between_servers.decode(data)
         return message
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"a server sent what cannot be read: {error}") from None

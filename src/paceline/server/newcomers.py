@@ -58,7 +58,7 @@ class Newcomers:
         if self._dealing:
             self._dealing.came(rank, life, limit_s)
         try:
-            self._service.admit(Connection(rank, channel, memory))
+            self._service.admit(Connection(rank, channel, memory, life))
         except PacelineError:
             if self._dealing:
                 self._dealing.left(rank)

@@ -107,16 +107,24 @@ class Part:
         self.dropped = False
 
     def push(
-        self, head: m.Push, gradients: Sequence[torch.Tensor | None], begun: threading.Event | None = None
+        self,
+        head: m.Push,
+        gradients: Sequence[torch.Tensor | None],
+        begun: threading.Event | None = None,
+        there: int = 0,
     ) -> Future[None]:
-        """Send gradients. `begun` is set when a chunk has gone to the first server; the others get theirs after it."""
+        """Send gradients. `begun` is set when a chunk has gone to the first server; the others get theirs after it.
+
+        The first chunks, so many as are `there`, have them already, by a worker that was lost: they get none.
+        """
 
         def work() -> None:
             if begun and self.port.server:
                 begun.wait(self.port.limit_s)
             self.port.say(head)
             for index, chunk in enumerate(self.chunks):
-                missing = tuple(i for i, piece in enumerate(chunk.pieces) if gradients[piece.tensor] is None)
+                pieces = enumerate(chunk.pieces)
+                missing = tuple(i for i, piece in pieces if index < there or gradients[piece.tensor] is None)
                 if self.shared:
                     assert self._block
                     place = self._places[index]

@@ -3,6 +3,11 @@
     each server  → first    where it stands: who is here, and whose push for the round is whole
     first server → all      the round is closed, with these workers
 
+By the same channels the first server learns what the others have of a worker that was lost (`server.lasts`):
+
+    first server → all      this worker is lost
+    each server  → first    its account of it, when that worker is gone there too
+
 A round is closed when all workers but the backups are whole on every server (a lost one, or one that rests, counts
 against the backups); so whatever fails, it has the same
 contributors on all of them. A worker that died when only some servers had its push is not here on one of them at
@@ -15,10 +20,9 @@ side's answer, so what is unread on a channel between servers stays small.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server import messages as m
@@ -27,6 +31,7 @@ from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
 
 _LANE = "rounds"
+_KEPT = 1024  # accounts that nobody has asked for
 
 
 class Rounds:
@@ -80,13 +85,24 @@ class Agreement:
         self._closed = False
         self._rounds: dict[int, Rounds] = {}  # by table, on the first server
         self._stood: dict[int, m.Standing] = {}  # by table: what was said last
-        self._lasts = Lasts()
+        self._lasts = Lasts(len(self._channels) + 1)
+        self._accounts: dict[tuple[int, int], m.Account] = {}  # by rank and life, on the others: of who is gone
+        self._wanted: set[tuple[int, int]] = set()  # and of who is not, but has been asked for
 
     def start(
-        self, lock: threading.RLock, close: Callable[[m.Closed], None], fail: Callable[[str], None]
-    ) -> None:  # fmt: skip
-        """Begin to listen. `close` and `fail` are called with the lock held, and so must `stand` be."""
-        self._lock, self._close, self._fail = lock, close, fail
+        self,
+        lock: threading.RLock,
+        close: Callable[[m.Closed], None],
+        fail: Callable[[str], None],
+        here: Callable[[int, int], bool],
+        lost: Callable[[Mapping[int, m.Account]], None],
+    ) -> None:
+        """Begin to listen. All that is given is called with the lock held, and with it the others are to be called.
+
+        `here` says whether a worker's connection, by rank and life, is not over. `lost` gets all servers' accounts of a
+        lost one, on the first server.
+        """
+        self._lock, self._close, self._fail, self._here, self._lost = lock, close, fail, here, lost
         for i, channel in enumerate(self._channels):
             other = 0 if self._server else i + 1
             thread = threading.Thread(
@@ -106,12 +122,24 @@ class Agreement:
         else:
             self._hear(0, standing)
 
-    def lost(self, last: m.Last) -> None:
-        """A worker is lost: what it has pushed here is to be held against what it has pushed elsewhere."""
-        if self._server:
-            self._say(self._channels[0], last)
-        elif words := self._lasts.hear(0, last):
-            print(f"paceline: {words}", file=sys.stderr, flush=True)
+    def gone(self, account: m.Account, *, said: bool) -> None:
+        """A worker's connection is over: what it has pushed here is to be held against what it has pushed elsewhere.
+
+        `said`: it has said goodbye; but perhaps not to the first server, which is the one that asks.
+        """
+        key = account.rank, account.life
+        if not self._server:
+            if not said:
+                for channel in self._channels:
+                    self._say(channel, m.Lost(*key))
+                self._tell(0, account)
+        elif key in self._wanted:
+            self._wanted.discard(key)
+            self._say(self._channels[0], account)
+        else:
+            self._accounts[key] = account
+            for old in list(self._accounts)[:-_KEPT]:
+                del self._accounts[old]
 
     def close(self) -> None:
         self._closed = True
@@ -124,7 +152,17 @@ class Agreement:
                 self._say(channel, closed)
             self._close(closed)
 
-    def _say(self, channel: Channel, message: m.Standing | m.Closed | m.Last) -> None:
+    def _answer(self, key: tuple[int, int]) -> None:
+        if self._here(*key):
+            self._wanted.add(key)  # what it has pushed is read to its end first
+        else:
+            self._say(self._channels[0], self._accounts.pop(key, m.Account(*key)))
+
+    def _tell(self, server: int, account: m.Account) -> None:
+        if accounts := self._lasts.hear(server, account):
+            self._lost(accounts)
+
+    def _say(self, channel: Channel, message: m.BetweenServers) -> None:
         with contextlib.suppress(PacelineError):  # its own thread will notice
             channel.send(m.encode(message))
 
@@ -135,9 +173,10 @@ class Agreement:
                 with self._lock:
                     if isinstance(message, m.Standing):
                         self._hear(other, message)
-                    elif isinstance(message, m.Last):
-                        if words := self._lasts.hear(other, message):
-                            print(f"paceline: {words}", file=sys.stderr, flush=True)
+                    elif isinstance(message, m.Account):
+                        self._tell(other, message)
+                    elif isinstance(message, m.Lost):
+                        self._answer((message.rank, message.life))
                     else:
                         self._close(message)
         except Interrupted:

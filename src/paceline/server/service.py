@@ -5,6 +5,7 @@ What a worker says that cannot be read, or does not fit, ends its connection wit
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedO
 from paceline.core.trained import Work
 from paceline.server import messages as m
 from paceline.server.connection import Block, Connection
+from paceline.server.counting import Batch
+from paceline.server.lasts import Begun, begun, told
 from paceline.server.packing import servable
 from paceline.server.placement import Tensor, place
 from paceline.server.rounds import Agreement
@@ -44,6 +47,7 @@ class Service:
         self.look: Callable[[], None] = lambda: None  # called, with the lock held, when the shards may have changed
         # Where batches are dealt here, called with the lock held:
         self.settle: Callable[[int, Mapping[str, Sequence[int]]], None] = lambda rank, leases: None
+        self.torn: Callable[[int, Mapping[Batch, Begun]], None] = lambda rank, begun: None  # just before `left`
         self.left: Callable[[int], None] = lambda rank: None  # a worker's connection is over, and all it said is done
         self.lost: Callable[[int, Work], None] = lambda rank, work: None  # it had not said goodbye, and had done this
         self._work: dict[int, Work] = {}  # by rank, of those who are here
@@ -52,7 +56,7 @@ class Service:
         self._shards = threading.RLock()
         self._idle = threading.Condition()
         self.agreement = agreement or Agreement()
-        self.agreement.start(self._shards, self._close_round, self._fail)
+        self.agreement.start(self._shards, self._close_round, self._fail, self._is_here, self._lost)
 
     def attach(self, connection: Connection) -> None:
         """Serve one more worker."""
@@ -132,34 +136,58 @@ class Service:
             raise ConfigError(f"table {wish.table}: {_difference(terms, table.terms)} on member {wish.rank}")
         return table
 
-    def taken(self, rank: int, push: m.Push) -> None:
-        """A push is taken, and what it was made of is used up."""
+    def taken(self, rank: int, push: m.Push, *, final: bool) -> None:
+        """A push is taken. What it was made of is used up, but for batches that are dealt again if it is torn."""
         self._work[rank] = self._work.get(rank, Work()) + Work(samples=push.samples, pushes=1)
-        if push.leases:
-            self.settle(rank, push.leases)
+        leases = {c: numbers for c, numbers in push.leases.items() if final or c.startswith(m.UPLOADS)}
+        if leases:
+            self.settle(rank, leases)
 
     def gone(self, session: Session, *, said: bool) -> None:
         """A worker's connection has ended. In sync, one that has not said goodbye takes its round with it."""
         if self._sessions.get(session.rank) is not session:
             return
+        here = [table for table in self.tables.values() if session.rank in table.shard.clocks.of]
+        lasts = [t.shard.last(session.rank, t.number) for t in here if t.chunks and not t.shard.sync]
+        account = m.Account(session.rank, session.life, tuple(lasts))
+        for table in here:
+            if said:
+                table.shard.sure(session.rank)
         for table in self.tables.values():
             if session.rank in table.shard.clocks.of:
                 if not said and not table.shard.forgives:
                     self.fault = self.fault or f"member {session.rank} left the run, and sync waits for every member"
                 else:
-                    if not said and table.chunks and not table.shard.sync:
-                        self.agreement.lost(table.shard.last(session.rank, table.number))
                     table.shard.leave(session.rank)
         work = self._work.pop(session.rank, None)
         if work and not said:
             self.lost(session.rank, work)
-        self.left(session.rank)
+        self.agreement.gone(account, said=said)
+        if said:
+            self.left(session.rank)
         with self._idle:
             del self._sessions[session.rank]
             self._done = self._done or said
             self._idle.notify_all()
         if self.fault:
             self._fail(self.fault)
+
+    def _is_here(self, rank: int, life: int) -> bool:
+        session = self._sessions.get(rank)
+        return session is not None and session.life == life
+
+    def _lost(self, accounts: Mapping[int, m.Account]) -> None:
+        """All servers have told what they have of a lost worker."""
+        rank = next(iter(accounts.values())).rank
+        for words in told(accounts):
+            print(f"paceline: {words}", file=sys.stderr, flush=True)
+        found = begun(accounts)
+        chunks = {place: count for table in self.tables.values() for place, count in table.counts.items()}
+        for (course, number), each in found.items():
+            if each.whole(chunks):
+                self.settle(rank, {course: (number,)})
+        self.torn(rank, {batch: each for batch, each in found.items() if each.parts and not each.whole(chunks)})
+        self.left(rank)
 
     def _close_round(self, word: m.Closed) -> None:
         with torch.no_grad():
@@ -194,6 +222,8 @@ class Table:
         self.terms = terms
         placement = place(terms.tensors, terms.servers, cut=terms.cut, view=service.view)
         self.chunks = placement.of(terms.server)
+        of = [(server, len(placement.of(server))) for server in range(terms.servers)]
+        self.counts = {(number, server): count for server, count in of if count}
         self.codec = servable(terms.rule.codec) if terms.rule.codec else None
         self.places = offsets(self.chunks)
         self.nbytes = room(self.chunks)
@@ -208,6 +238,7 @@ class Table:
             self._stands,
             self._dropped,
             self._settle,
+            self._sure,
             replaces=service.replaces,
         )
 
@@ -223,7 +254,10 @@ class Table:
             session.say_dropped(self, step, reason)
 
     def _settle(self, rank: int, push: m.Push) -> None:
-        self._service.taken(rank, push)
+        self._service.taken(rank, push, final=self.shard.sync)
+
+    def _sure(self, rank: int, leases: Mapping[str, Sequence[int]]) -> None:
+        self._service.settle(rank, leases)
 
 
 def _difference(mine: Terms, first: Terms) -> str:

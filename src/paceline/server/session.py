@@ -64,6 +64,7 @@ class Session:
 
     def __init__(self, service: Service, connection: Connection) -> None:
         self.rank = connection.rank
+        self.life = connection.life
         self._service = service
         self._connection = connection
         self._channel = connection.channel

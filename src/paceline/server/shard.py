@@ -23,8 +23,9 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.server.clocks import Clocks
+from paceline.server.counting import Counting, Leases, batches_of
 from paceline.server.gates import Together, make_gate
-from paceline.server.messages import Last, Push, Rule, Standing
+from paceline.server.messages import UPLOADS, Last, Push, Rule, Standing
 from paceline.server.placement import Placement
 from paceline.server.readers import MOST_THREADS, Readers
 from paceline.server.stock import Stock
@@ -39,8 +40,9 @@ class Shard:
         ready: called when a chunk may go to a worker.
         stands: called where rounds are agreed on and `standing` may have changed: who knows all shards calls `close`.
         dropped: called with rank, step and reason where a push is dropped that `begin` had taken.
-        settle: called with rank and push when its batches are used up: with the first of its chunks, from which on it
-            cannot be undone; in sync, where nothing is applied before, when it is whole, or its round is agreed on.
+        settle: called with rank and push when it is taken: with the first of its chunks, from which on it cannot be
+            undone; in sync, where nothing is applied before, when it is whole, or its round is agreed on.
+        sure: called with rank and batches that all servers have whole, in async and bounded.
         replaces: lost workers are replaced, so that in sync too nobody waits for one who is gone.
     """
 
@@ -54,6 +56,7 @@ class Shard:
         stands: Callable[[], None] = lambda: None,
         dropped: Callable[[int, int, str], None] = lambda rank, step, reason: None,
         settle: Callable[[int, Push], None] = lambda rank, push: None,
+        sure: Callable[[int, Leases], None] = lambda rank, leases: None,
         *,
         replaces: bool = False,
     ) -> None:
@@ -68,11 +71,13 @@ class Shard:
         self.wishes = 0
         self.clocks = Clocks()
         self.applied = self.dropped = 0  # pushes
-        self.halves = 0  # pushes that ended when some of their chunks had been applied, which stay so
+        self.halves = 0  # pushes that ended when some of their chunks had been applied, which stay so, and for good
         self._ready = ready
         self._stands = stands
         self._dropped = dropped
         self._settle = settle
+        self._sure = sure
+        self._counting = Counting()
         self._replaces = replaces
         self._under: dict[int, Under] = {}
         self._gone: dict[tuple[int, int], Under] = {}  # by rank and life: whole pushes of who has left, with backups
@@ -99,7 +104,8 @@ class Shard:
         """
         if self._agreed and rank in self.whole_pushes():
             self._gone[rank, self._under[rank].push.life] = self._under[rank]
-        self.halves += self._applied_of(rank) > 0
+        self.halves += self._applied_of(rank) > 0 and not self._comes_again(self._under[rank].push)
+        self._counting.rests(rank)
         self.clocks.leave(rank)
         self.readers.leave(rank)
         for known in (self._under, self._waits, self._seen, self._ages):
@@ -114,16 +120,22 @@ class Shard:
         under, whole = self._under.get(rank), self.clocks.whole(rank)
         return Last(
             table=table,
-            servers=self._servers,
-            rank=rank,
             begun=under.push.step if under and under.parts else whole,
             whole=whole,
+            again=self._comes_again(under.push) if under else self._counting.counts(rank),
+            taken=self._counting.of(rank),
         )
 
     def rest(self, rank: int) -> None:
-        """A worker will not push for a while, and nobody is to wait for it."""
+        """A worker will not push for a while, and nobody is to wait for it. All that it has pushed is everywhere."""
         self.clocks.resting.add(rank)
+        self.sure(rank)
         self._go_on()
+
+    def sure(self, rank: int) -> None:
+        """What a worker has pushed is everywhere: it rests, or has said goodbye."""
+        if leases := self._counting.rests(rank):
+            self._sure(rank, leases)
 
     def _wake(self, rank: int) -> None:
         """A worker that has rested pushes again. Nobody waits for what it has not done meanwhile."""
@@ -179,6 +191,8 @@ class Shard:
             self.wishes += 1
         if not self.sync:
             self._seen[rank] = self.version + (not under.reason)
+            if leases := self._counting.begin(rank, push):
+                self._sure(rank, leases)
         return under.reason
 
     def part(self, rank: int, index: int, gradient: torch.Tensor, missing: frozenset[int] = frozenset()) -> None:
@@ -199,6 +213,8 @@ class Shard:
         elif not under.reason:
             self._apply_one(rank, index, gradient, missing, under)
             self._due(rank, index)
+        if not self.sync:
+            self._counting.part(rank, under.push)
         if not self._agreed and under.parts == (len(self.chunks) if self.sync else 1):
             self._settle(rank, under.push)
         if under.parts == len(self.chunks) and rank in self._under:  # else it was the round's last
@@ -313,6 +329,11 @@ class Shard:
             gradient = torch.mul(gradient, push.weight, out=self.stock.scratch(index))
         self.readers.correct(rank, index, gradient, missing, push, under.age)
         self.stock.apply(index, gradient, missing, push.groups)
+
+    def _comes_again(self, push: Push) -> bool:
+        """Whether what a push is made of is dealt again where it is missing."""
+        dealt = batches_of(push.leases)
+        return bool(dealt) and not self.sync and not any(course.startswith(UPLOADS) for course in push.leases)
 
     def _applied_of(self, rank: int) -> int:
         """Chunks of the push under way that have been applied: the first ones, as all come in order."""

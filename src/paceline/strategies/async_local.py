@@ -83,9 +83,9 @@ class AsyncLocal(Served):
     def owes(self) -> bool:
         return any(apart.steps for apart in self._apart)
 
-    def wake(self) -> None:
+    def _catch_up(self) -> None:
         behind = self._behind
-        super().wake()
+        super()._catch_up()
         if behind and not self._behind:
             for apart in self._apart:
                 apart.install()
@@ -137,10 +137,16 @@ class AsyncLocal(Served):
         for apart in self._apart:
             apart.install()
 
+    def _learnt(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        own = {id(anchor): p for apart in self._apart for p, anchor in zip(apart.parameters, apart.anchors)}
+        return [own[id(anchor)] for anchor in parameters]
+
     def _bring(self, apart: _Apart) -> None:
         """Push what was learnt, and go on from what the servers have."""
         world = self._world
         assert world is not None
+        if not self._is_alone(world.leases()):
+            self._end_turn(apart.outer)
         if not apart.differ():
             told = f"weights of member {world.group.rank} have become infinite or nan since its last push"
             if world.check_finite:

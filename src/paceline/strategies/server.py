@@ -14,7 +14,7 @@ are no servers, and the optimizer steps as it always did.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.server.client import Client
 from paceline.server.connection import connect, pair
+from paceline.server.counting import Batch, batches_of, is_one
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
 from paceline.server.messages import Rule
 from paceline.server.placement import Tensor
@@ -71,6 +72,7 @@ class Served:
         self._pushed = 0.0  # samples of which servers have been told
         self._rests = False  # the servers have been told that nobody is to wait for this member
         self._behind = False  # it has come late, and its weights are of then
+        self._drawn: list[Batch] = []  # that a push of now is made of; some may have been said to be done before it
         self._fetched = Fetched()  # of the servers' state, for a checkpoint
 
     # ---- the contract
@@ -131,9 +133,14 @@ class Served:
         leases = world.passing.leases if world.passing else world.leases()
         samples, self._pushed = world.tally.drawn - self._pushed, world.tally.drawn
         began = time.monotonic()
+        counted = world.counted
+        if not self._is_alone(leases):
+            self._end_turn(optimizer)
+            counted = counted if world.passing or set(self._drawn) <= set(batches_of(leases)) else {}
         for each in held:
-            each.push(options[: each.groups], weight, self.sync and world.wish, world.passing, leases, samples)
-            leases, samples = {}, 0.0
+            wish = self.sync and world.wish
+            each.push(options[: each.groups], weight, wish, world.passing, leases, counted, samples)
+            samples = 0.0
         world.waited_s += time.monotonic() - began
         world.sent_bytes = self._client.sent_bytes if self._client else 0
         seen = max(each.wishes for each in held)
@@ -141,7 +148,34 @@ class Served:
         self._wishes = max(self._wishes, seen)
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        pass
+        for each in self._tables.get(id(optimizer), ()):
+            each.redone.cleared()
+
+    def _end_turn(self, optimizer: torch.optim.Optimizer) -> None:
+        """What a batch among others adds to a push is taken back where servers have it already."""
+        for each in self._tables[id(optimizer)]:
+            each.redone.end()
+
+    def _is_alone(self, leases: Mapping[str, Sequence[int]]) -> bool:
+        """Whether a push is made of one batch."""
+        assert self._world is not None
+        return is_one(leases) and (self._world.passing is not None or len(self._drawn) <= 1)
+
+    def _draw(self) -> None:
+        """A batch was drawn, and its turn begins."""
+        world = self._world
+        if world is None:
+            return
+        kept = world.owed()
+        before = self._drawn if kept else []
+        new = [batch for batch in batches_of(world.leases()) if batch not in before]
+        self._drawn = [*before, *new]
+        joined = [each.draws(new, world.counted, kept=kept) for each in self._all()]
+        if any(joined) or (len(new) > 1 and any(batch in world.counted for batch in new)):
+            world.tell(
+                "a batch that a lost member had begun is in one loss with another one, which is left out where the "
+                "first counts already"
+            )
 
     def reading(self) -> dict[int, Sequence[int]]:
         if self._world is not None and self.sync:
@@ -176,6 +210,10 @@ class Served:
 
     def wake(self) -> None:
         """This member has work again: where its gradients must be of the weights of now, it gets these before."""
+        self._catch_up()
+        self._draw()
+
+    def _catch_up(self) -> None:
         world = self._world
         if not self._rests or world is None or not (self._behind or (self.sync and world.replaces)):
             return
@@ -348,7 +386,8 @@ class Served:
         ]
         self._owned |= {id(p) for p, _, _ in found}
         table = self._client.open(tensors, rule, cut=name in _ELEMENTWISE) if self._client else None
-        held.append(Held(table, optimizer, [p for p, _, _ in found], len(options), self._front))
+        parameters = [p for p, _, _ in found]
+        held.append(Held(table, optimizer, parameters, len(options), self._front, self._learnt(parameters)))
         if table and world.group.rank == 0 and not world.late:
             table.store()
         world.group.barrier()
@@ -357,6 +396,10 @@ class Served:
         if world.late:
             self.rest()  # until it has a batch
             self._behind = True
+
+    def _learnt(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """What pushes of these are made of; None: their gradients."""
+        return None
 
     def _all(self) -> list[Held]:
         return [each for held in self._tables.values() for each in held]

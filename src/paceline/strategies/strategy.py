@@ -15,6 +15,7 @@ import torch
 
 from paceline.core.errors import Interrupted
 from paceline.core.status import Status
+from paceline.data.leases import Counted
 from paceline.transport.group import Group
 from paceline.transport.wires import Wires
 
@@ -182,6 +183,11 @@ class World:
         self.passing: Pass | None = None  # whose gradients the step under way has, where passes overlap
         # By course: the batches whose gradients a step of now has, where they are dealt out
         self.leases: Callable[[], Mapping[str, Sequence[int]]] = dict
+        # By course and number: which chunks have a batch already that a lost worker had begun
+        self.counted: Mapping[tuple[str, int], Counted] = {}
+        self.owed: Callable[[], bool] = lambda: (
+            False
+        )  # whether what was learnt from earlier batches is still to be pushed
         self.listen: Callable[[Mapping[str, Any]], object] | None = None  # to what the script logs, by name
         self.together: Callable[[Callable[[Group], Any]], Any] | None = None
         # Where members come and go (`paceline.train.team`):

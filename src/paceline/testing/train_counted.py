@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=-1, help="a member that takes three times as long for a sample")
     parser.add_argument("--width", type=int, default=32, help="of the model")
     parser.add_argument("--processes", type=int, default=0, help="that must have begun before the second epoch ends")
+    parser.add_argument("--window", type=int, default=1, help="batches of a step")
     parser.add_argument("--workers", type=int, default=0, help="processes that fetch batches for each member")
     options = parser.parse_args()
 
@@ -47,15 +49,23 @@ def main() -> None:
 
     deadline = time.monotonic() + 60.0
     for epoch in run.epochs(options.epochs):
+        window: list[torch.Tensor] = []  # numbers of its batches
         for x, y, numbers in loader:
             time.sleep(options.step_s + sample_s * len(x))
-            optimizer.zero_grad()
+            if not window:
+                optimizer.zero_grad()
+            window.append(numbers)
             loss = F.cross_entropy(model(x), y) + model.count(numbers)
-            loss.backward()  # type: ignore[no-untyped-call]
-            book.step(optimizer, numbers)
+            with run.accumulate() if len(window) < options.window else nullcontext():
+                loss.backward()  # type: ignore[no-untyped-call]
+            if len(window) == options.window:
+                book.step(optimizer, torch.cat(window))
+                window = []
             run.log(loss=loss)
             if epoch == 1:
                 wait_for(options.processes, options.ledger, deadline)
+        if window:
+            book.step(optimizer, torch.cat(window))
         book.look()
     book.end()
 

@@ -132,6 +132,8 @@ class Run(Collectives):
         )
         self._loaders = self._feeding.loaders
         self._world.leases = self._feeding.leases
+        self._world.counted = dealer.counted if dealer else {}
+        self._world.owed = lambda: self._loop.window.open or strategy.owes
         self._meter = Meter(events, status, size=self.size, readings=self._readings)
         self._ending = ending
         self._loop = Loop(

@@ -23,9 +23,10 @@ import msgspec
 from paceline.core.directory import write_private
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server.connection import bytes_of
+from paceline.server.messages import UPLOADS
 from paceline.server.outside import visits as v
 from paceline.server.outside.copies import Copies, Copy
-from paceline.server.outside.inbox import UPLOADS, Tray
+from paceline.server.outside.inbox import Tray
 from paceline.server.outside.watching import Watching
 from paceline.server.service import Service
 from paceline.transport.channel import Channel

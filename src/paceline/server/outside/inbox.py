@@ -22,7 +22,6 @@ from paceline.server.outside.visits import Given, Soon, Take, Taken
 
 MAX_BYTES = 256 << 20
 MAX_SAMPLES = 1 << 16
-UPLOADS = "uploads/"  # how courses begin by which a push settles batches of uploads
 _KEPT = 16  # courses
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.core.errors import Interrupted, TimedOut
+from paceline.server.messages import UPLOADS
 from paceline.server.outside import visits as v
-from paceline.server.outside.inbox import UPLOADS
 from paceline.server.outside.samples import pack, unpack
 from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
