@@ -8,11 +8,11 @@
   ..._malloc                    the same as these processes are started by their users: ours as by `paceline run`, whose
                                 malloc asks for huge pages, peers with malloc's defaults
 
-Two processes, one thread each, batch 4 x 128. The peak is the kernel's high-water mark of resident pages, above what the
-process had before, and what is shared counts once (`_memory_sides.py`). malloc keeps what is freed between larger pieces,
-and what that costs wavers by tens of MB from run to run; so the figures above are measured with blocks of more than
-64 kB taken from the system one by one, on all sides alike, where peaks repeat within 1 MB. Sides take turns; medians.
-What is offloaded to host memory means nothing here, where all memory is the host's.
+Two processes, one thread each, batch 4 x 128. The peak is the kernel's high-water mark of resident pages, above what
+the process had before, and what is shared counts once (`_memory_sides.py`). malloc keeps what is freed between larger
+pieces, and what that costs wavers by tens of MB from run to run; so the figures above are measured with blocks of more
+than 64 kB taken from the system one by one, on all sides alike, where peaks repeat within 1 MB. Sides take turns;
+medians. What is offloaded to host memory means nothing here, where all memory is the host's.
 
 With --device cuda, on one GPU and in one process (`_memory_cuda.py`): the largest GPT that trains, whole and with parts
 in host memory, and tokens/s against FSDP2 with CPUOffloadPolicy.

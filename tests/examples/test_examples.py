@@ -93,3 +93,16 @@ def test_char_gpt_on_a_text_file(tmp_path: Path) -> None:
 def test_char_gpt_has_a_text_of_its_own() -> None:
     first, _ = pair("char_gpt.py", "--limit", "20000", "--context", "32", "--epochs", "1")
     assert "test loss" in first.output
+
+
+def test_sharded_gpt_tells_its_plan_and_learns() -> None:
+    settings = Settings(progress="off", mesh="shard=2")
+    first, second = Cluster(2).run(EXAMPLES / "sharded_gpt.py", ("--limit", "60000"), limit_s=90, settings=settings)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    planned = dict(re.findall(r"plan: (\w+) +(\d+\.\d\d) MB on each member", first.output))
+    whole = dict(re.findall(r"plan: (\w+) .* (\d+\.\d\d) MB without a mesh", first.output))
+    assert float(planned["state"]) == pytest.approx(float(whole["state"]) / 2, abs=0.01)
+    assert float(planned["at_once"]) < float(whole["at_once"])
+    (loss,) = re.findall(r"last loss: (\d+\.\d+) per character", first.output)
+    assert float(loss) < 4.2  # as good as guessing among the characters is 4.6; it has begun to learn
+    assert "plan:" not in second.output

@@ -202,9 +202,10 @@ class Run:
         Args:
             recompute: what layers compute is not kept for the backward pass, but computed again: less memory, a third
                 more to compute. Layers are the elements of the model's lists (ModuleList, Sequential).
-            offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
+            offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory; on one
+                GPU with `--mesh shard=1`.
         """
-        check_offload(offload, cuts=self._cut is not None)
+        check_offload(offload, self.device, self.size, cuts=self._cut is not None)
         if self._cut is None:
             return whole_model(model, self.device, self.seed, recompute=recompute)
         from paceline.parallel.model import cut_model
