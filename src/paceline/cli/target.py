@@ -21,6 +21,7 @@ from paceline.parallel.footprint import arguments, said
 
 _USUAL = ("make_model", "build_model", "create_model", "get_model", "model")
 _INPUTS = "example_inputs"
+_TYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _needed(function: Any) -> list[str]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    kinds = {n: v for n, v in vars(torch).items() if isinstance(v, torch.dtype)}
-    if name not in kinds:
-        raise ConfigError(f"--batch: {name!r} is not a type of torch: {nearest(name, kinds)}")
-    return kinds[name]
+    if name not in _TYPES:
+        raise ConfigError(f"--batch: {name!r} is not a type of elements: {nearest(name, _TYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
