@@ -158,7 +158,7 @@ TASKS = {
         measure=_text_loss,
         batch=64,
         lr=2e-3,
-        steps=6000,
+        steps=12000,
         rising=False,
     ),
     "cnn": Task(

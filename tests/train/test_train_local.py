@@ -129,3 +129,11 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, words: str, kil
     assert any(member.code == -9 for member in first)
     again = Cluster(2).run(SCRIPT, [json.dumps([words, -1, -1])], settings=settings)
     assert found(again, "END") == found(whole, "END")
+
+
+def test_all_reduce_says_what_it_leaves_out_of_a_checkpoint_within_a_round(tmp_path: Path) -> None:
+    settings = Settings(root=str(tmp_path), name="run")
+    first = Cluster(2).run(SCRIPT, [json.dumps(["diloco(every=1000)", 1, 25])], settings=settings)
+    assert any(member.code == -9 for member in first)
+    again = Cluster(2).run(SCRIPT, [json.dumps(["allreduce", -1, -1])], settings=settings)
+    assert sum("what members had learnt since is left out" in member.output for member in again) == 1

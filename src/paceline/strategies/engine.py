@@ -10,17 +10,17 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Never, Protocol
+from typing import Never, Protocol
 
 import torch
 
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, PACE, SAMPLES, WEIGHT, WISH, Layout, Slot
 from paceline.strategies.following import Following
+from paceline.strategies.holding import Holding
 from paceline.strategies.reducers import Coder
-from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
-from paceline.strategies.weighing import Weighing, hook_on, trainable
+from paceline.strategies.weighing import Weighing
 from paceline.transport.arena import Arena
 from paceline.transport.group import Group
 
@@ -62,16 +62,11 @@ class Engine:
         self.order: list[str] = []  # of arrival, on the first member
         self.busy = False  # a backward pass is under way and some gradient has arrived
         self.broken: Interrupted | None = None  # the group broke in this pass
-        self._model = model
         self._world = world
         self._bucket_bytes = bucket_bytes
         self._arm = arm
-        self._owned = owned
+        self._holding = Holding(model, world, owned, self._arrived)
         self.coder = coder
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._names: dict[int, str] = {}  # id of the parameter -> name
-        self._parameters: dict[int, torch.nn.Parameter] = {}
-        self._hooks: list[Any] = []
         self._layout: Layout | None = None
         self._arenas: list[Arena] = []  # of the layout made last
         self._trained: set[int] = set()  # ids of parameters that have been trained
@@ -83,28 +78,12 @@ class Engine:
         self._exchanged: set[int] = set()  # ids of parameters whose codec keeps momentum, since their last step
         self._scale = 1.0 / world.group.size
         self._following = Following(model)
-        self._weighing = Weighing(world, self._parameters, self._weigh_mean)
+        self._weighing = Weighing(world, self._holding.parameters, self._weigh_mean)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
-        known = dict(self._parameters)
-        if not any(optimizer is o for o in self._optimizers):
-            self._optimizers.append(optimizer)
-        self._names |= names_of(self._model)  # the model may have grown
-        found = [
-            (p, f"optimizer.{i}.{j}") for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])
-        ]
-        for p, name in [*((p, "") for p in self._model.parameters()), *found]:
-            if id(p) not in self._owned:
-                self._owned[id(p)] = self._parameters[id(p)] = p
-                self._names.setdefault(id(p), name)
-        new = {self._names[i]: p for i, p in self._parameters.items() if i not in known}
-        buffers = {} if known else dict(self._model.named_buffers())
-        self._world.do(lambda group: make_equal(group, new, buffers))
-        for p in new.values():
-            if trainable(p):
-                self._hooks.append(hook_on(p, p.register_post_accumulate_grad_hook, self._arrived))
-        if any(p.requires_grad for p in new.values()):
+        new = self._holding.adopt(optimizer)
+        if any(p.requires_grad for p in new):
             self._layout = None  # laid out again at the end of the next backward pass
         self._weighing.weigh(self._world.tally.weight)
 
@@ -138,7 +117,7 @@ class Engine:
             self._begin()
             layout = self._layout
             if layout is None:
-                self._arrivals.append(self._names[id(p)])
+                self._arrivals.append(self._holding.names[id(p)])
                 return
             slot = self._slots.get(id(p))
             if slot is None or slot.arrived or slot.view.dtype != p.dtype:
@@ -163,7 +142,7 @@ class Engine:
         if self._layout:
             self._layout.start()
         if self.coder:
-            self.coder.begin(plain_rates(self._optimizers))
+            self.coder.begin(plain_rates(self._holding.optimizers))
 
     def _weigh_mean(self, p: torch.Tensor, weight: float) -> None:
         """A mean of an earlier pass, which a gradient is going to be added to, is weighed as this is, since the sum
@@ -211,7 +190,7 @@ class Engine:
         if slot is not None and waits and not slot.own.stop and slot.view.dtype == p.dtype:
             slot.view.add_(part)
             return
-        name = self._names[id(p)]
+        name = self._holding.names[id(p)]
         self._late[name] = self._late[name] + part if name in self._late else part
 
     def launch_rest(self) -> None:
@@ -294,13 +273,13 @@ class Engine:
 
     def _uncounted(self, coder: Coder, control: list[float]) -> set[str]:
         without = {s.name for s in self._slots.values() if not control[MARKS + s.index]}
-        return uncounted(coder, without, self._optimizers, self._names)
+        return uncounted(coder, without, self._holding.optimizers, self._holding.names)
 
     def _add_late(self, correction: float) -> None:
         """A second round, for the gradients that travelled in no bucket."""
         group = self._world.group
         mine = json.dumps(sorted(self._late)).encode()
-        named = {self._names[i]: p for i, p in self._parameters.items()}
+        named = {self._holding.names[i]: p for i, p in self._holding.parameters.items()}
         for name in sorted({n for other in group.exchange(mine) for n in json.loads(other)}):
             p, part = named[name], self._late.pop(name, None)
             total = torch.zeros_like(p.detach()) if part is None else part
@@ -317,8 +296,8 @@ class Engine:
         """Agree on the order of gradients and lay out the buckets; the gradients so far wait in `p.grad`."""
         group = self._world.group
         # What was trained once keeps its place: a loop that freezes its models in turns needs one layout.
-        self._trained |= {i for i, p in self._parameters.items() if p.requires_grad}
-        trained = {self._names[i]: p for i, p in self._parameters.items() if i in self._trained}
+        self._trained |= {i for i, p in self._holding.parameters.items() if p.requires_grad}
+        trained = {self._holding.names[i]: p for i, p in self._holding.parameters.items() if i in self._trained}
         told = {"order": self._arrivals, "names": sorted(trained), "changed": self._following.changed()}
         said = json.dumps(told).encode()
         everyone = [json.loads(other) for other in group.exchange(said)]
@@ -340,7 +319,7 @@ class Engine:
     def regroup(self) -> None:
         """The world has another group. What the pass under way had said is unsaid, its gradients are zeros."""
         if self.coder:
-            self.coder.end(self._names.values())
+            self.coder.end(self._holding.names.values())
         for bucket in self._layout.buckets if self._layout else ():
             bucket.slots = []  # they know their bucket; shared memory is to be freed now, not when cycles are found
         self.busy, self.broken, self._layout, self._bad = False, None, None, ""
@@ -351,7 +330,7 @@ class Engine:
         self._exchanged.clear()
         self._scale = 1.0 / self._world.group.size
         self._weighing.restart()
-        for p in self._parameters.values():
+        for p in self._holding.parameters.values():
             if p.grad is not None or p.requires_grad:  # whatever the script does to gradients before its step
                 p.grad = torch.zeros_like(p)
 
@@ -373,8 +352,7 @@ class Engine:
         self._arenas, self._layout, self._slots = [], None, {}
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._holding.close()
         self._weighing.close()
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from paceline.core.errors import Interrupted, PacelineError
+from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.strategies.anchors import SKETCH
 from paceline.strategies.averaging import Averaging, BySamples, Mean, Seen
 from paceline.strategies.buckets import PACE
@@ -179,10 +179,17 @@ def weigh(average: Averaging, notes: Sequence[Note], *, uneven: bool = True) -> 
     >>> from paceline.strategies.averaging import ByLoss
     >>> weigh(ByLoss(), [Note(0, Seen(), steps=1), Note(0, Seen(), steps=1)])
     [0.5, 0.5]
+    >>> weigh(ByLoss(), [Note(0, Seen(loss=1.0), steps=9), Note(0, Seen(), steps=9)])
+    Traceback (most recent call last):
+      ...
+    paceline.core.errors.ConfigError: average=loss(temperature=1.0): member 1 has logged no loss since the last round, \
+and others have: call run.log(loss=...) on every member
     """
-    silent = all(math.isnan(note.seen.loss) and not note.seen.tokens for note in notes)
-    if average.hears and silent and all(note.steps <= 1 for note in notes):
-        average = Mean()
+    if average.hears:
+        silent = [rank for rank, note in enumerate(notes) if math.isnan(note.seen.loss) and not note.seen.tokens]
+        if len(silent) == len(notes) and all(note.steps <= 1 for note in notes):
+            average = Mean()
+        _refuse_silent(average, silent, [note.steps for note in notes])
     if not uneven:
         return average.weigh([note.seen for note in notes])
     taken = {note.steps for note in notes} - {0}
@@ -190,6 +197,18 @@ def weigh(average: Averaging, notes: Sequence[Note], *, uneven: bool = True) -> 
     if isinstance(average, Mean) and len(taken) > 1:
         average = BySamples()
     return average.weigh(seen)
+
+
+def _refuse_silent(average: Averaging, silent: Sequence[int], steps: Sequence[int]) -> None:
+    """Whoever logs nothing would have no weight. Who has taken fewer steps than all others may not have come to it."""
+    heard = [taken for rank, taken in enumerate(steps) if rank not in silent]
+    late = [rank for rank in silent if heard and steps[rank] >= max(2, min(heard))]
+    if late:
+        have = f"member {late[0]} has" if len(late) == 1 else f"members {', '.join(map(str, late))} have"
+        raise ConfigError(
+            f"average={average.words}: {have} logged no {average.hears} since the last round, and others have: call "
+            f"run.log({average.hears}=...) on every member"
+        )
 
 
 class Alone:

@@ -149,3 +149,8 @@ class RoundState:
     def _load_coders(self, kept: Sequence[Sequence[dict[str, Any]]]) -> None:
         for i, coder in enumerate(part.coder for part in self._rounds.parts if part.coder):
             coder.load([each[i] for each in kept if len(each) > i])
+
+
+def learnt_apart(own: Mapping[str, Any]) -> bool:
+    """Whether what a strategy has saved of a member holds weights since the last round."""
+    return any(own.get("rounds", {}).get("weights", ()))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -25,11 +24,11 @@ from paceline.strategies.carrier import Carrier
 from paceline.strategies.cuts import Block, Cuts, flat_like
 from paceline.strategies.engine import dense, plain_rates, report_bad, uncounted
 from paceline.strategies.following import Following
+from paceline.strategies.holding import Holding
 from paceline.strategies.own_part import OwnPart, Parts
 from paceline.strategies.reducers import Coder
-from paceline.strategies.replicas import make_equal, names_of
 from paceline.strategies.strategy import World
-from paceline.strategies.weighing import Weighing, hook_on, trainable
+from paceline.strategies.weighing import Weighing
 
 
 class Scattered:
@@ -51,16 +50,11 @@ class Scattered:
         self.busy = False
         self.broken: Interrupted | None = None
         self.coder = coder
-        self._model = model
         self._world = world
         self._arm = arm
-        self._owned = owned
+        self._holding = held = Holding(model, world, owned, self._arrived)
         self._cuts = cuts
         self._hosted = hosted
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._names: dict[int, str] = {}  # id of the parameter -> name
-        self._parameters: dict[int, torch.nn.Parameter] = {}
-        self._hooks: list[Any] = []
         self._blocks: list[Block] = []  # in the order in which they are posted
         self._missing: list[int] = []  # of each, spans that have not arrived
         self._rooms: dict[int, torch.Tensor] = {}  # by id of the block: its memory while it fills
@@ -73,40 +67,26 @@ class Scattered:
         self._scale = 1.0 / world.group.size
         self._following = Following(model)
         self._followed = False  # it was chosen what follows
-        self._parts = Parts(world, self._parameters)
-        self._weighing = Weighing(world, self._parameters)
-        self._carrier = Carrier(world, coder, lambda p: self._names[id(p)])
+        self._parts = Parts(world, held.parameters)
+        self._weighing = Weighing(world, held.parameters)
+        self._carrier = Carrier(world, coder, lambda p: held.names[id(p)])
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
-        known = dict(self._parameters)
-        if not any(optimizer is o for o in self._optimizers):
-            self._optimizers.append(optimizer)
-        self._names |= names_of(self._model)
-        found = [
-            (p, f"optimizer.{i}.{j}") for i, g in enumerate(optimizer.param_groups) for j, p in enumerate(g["params"])
-        ]
-        for p, name in [*((p, "") for p in self._model.parameters()), *found]:
-            if id(p) not in self._owned:
-                self._owned[id(p)] = self._parameters[id(p)] = p
-                self._names.setdefault(id(p), name)
-        for p, name in found:
-            if id(p) not in self._parameters:
+        self._holding.adopt(optimizer)
+        found = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in found:
+            if id(p) not in self._holding.parameters:
                 raise ConfigError(
-                    f"zero: {self._names.get(id(p), name)} belongs to another model that was given to run.optimizer "
+                    f"zero: {self._holding.names[id(p)]} belongs to another model that was given to run.optimizer "
                     "before. Give run.optimizer the model that has all of the optimizer's parameters"
                 )
-        new = {self._names[i]: p for i, p in self._parameters.items() if i not in known}
-        self._world.do(lambda group: make_equal(group, new, {} if known else dict(self._model.named_buffers())))
-        for p in new.values():
-            if trainable(p):
-                self._hooks.append(hook_on(p, p.register_post_accumulate_grad_hook, self._arrived))
-        self._grow(optimizer, [p for p, _ in found if p.requires_grad])
+        self._grow(optimizer, [p for p in found if p.requires_grad])
         self._weighing.weigh(self._world.tally.weight)
 
     def _grow(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Make room for parameters that are trained now."""
-        told = json.dumps([self._names[id(p)] for p in parameters]).encode()
+        told = json.dumps([self._holding.names[id(p)] for p in parameters]).encode()
         for rank, other in enumerate(self._world.group.exchange(told)):
             if odd := sorted(set(json.loads(other)) ^ set(json.loads(told))):
                 raise ConfigError(
@@ -149,7 +129,7 @@ class Scattered:
             self.busy = True
             self._start()
             if self.coder:
-                self.coder.begin(plain_rates(self._optimizers))
+                self.coder.begin(plain_rates(self._holding.optimizers))
         self._take(p)
 
     def _take(self, p: torch.Tensor) -> None:
@@ -163,7 +143,7 @@ class Scattered:
         else:
             p.grad = None
         grad = dense(grad.detach())
-        name = self._names[id(p)]
+        name = self._holding.names[id(p)]
         if self._world.check_finite and not self._bad and not torch.isfinite(grad).all():
             self._bad = name
         spans = self._cuts.spans.get(id(p), [])
@@ -245,8 +225,8 @@ class Scattered:
         control, buffered = self._control[:end].tolist(), self._control[end:]
         marks = dict(zip(map(id, self._marked), control[MARKS:paces]))
         if self.coder:
-            without = {self._names[i] for i, mark in marks.items() if not mark}
-            self.coder.end(uncounted(self.coder, without, self._optimizers, self._names))
+            without = {self._holding.names[i] for i, mark in marks.items() if not mark}
+            self.coder.end(uncounted(self.coder, without, self._holding.optimizers, self._holding.names))
         self.busy = False
         world.passed += 1
         world.weighed = control[WEIGHT]
@@ -279,7 +259,7 @@ class Scattered:
                 if id(span.parameter) in pieces:
                     pieces[id(span.parameter)].append(total[span.at - start : span.place.stop - start])
         for i, own in pieces.items():
-            self._give(self._parameters[i], own)
+            self._give(self._holding.parameters[i], own)
 
     def _give(self, p: torch.nn.Parameter, own: list[torch.Tensor]) -> None:
         if isinstance(p.grad, OwnPart):
@@ -292,9 +272,9 @@ class Scattered:
         """A second round, for the gradients that travelled in no block."""
         group = self._world.group
         mine = json.dumps(sorted(self._late)).encode()
-        named = {self._names[i]: p for i, p in self._parameters.items()}
+        named = {self._holding.names[i]: p for i, p in self._holding.parameters.items()}
         names = sorted({n for other in group.exchange(mine) for n in json.loads(other)})
-        for optimizer in self._optimizers:
+        for optimizer in self._holding.optimizers:
             has = {id(p) for g in optimizer.param_groups for p in g["params"]}
             if new := [named[n] for n in names if id(named[n]) in has and id(named[n]) not in self._cuts.spans]:
                 self._grow(optimizer, new)
@@ -318,7 +298,6 @@ class Scattered:
         self._weighing.release()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._holding.close()
         self._weighing.close()
         self._carrier.close()

@@ -29,6 +29,7 @@ from paceline.strategies import Strategy, Tally, World
 from paceline.strategies.server import Served
 from paceline.strategies.sites import site_of
 from paceline.train import metrics
+from paceline.train.collectives import Collectives
 from paceline.train.ending import Ending
 from paceline.train.feeding import Feeding, refuse_given
 from paceline.train.groups import SavedOptimizer
@@ -46,7 +47,7 @@ from paceline.transport.wires import Wires
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-class Run:
+class Run(Collectives):
     """One member of a run."""
 
     def __init__(
@@ -150,11 +151,6 @@ class Run:
             ending.others = lambda: (accounts.rows({id for id, _ in team.seated}, team.left), accounts.seconds)
         self._began = False
         self._pool: Pool | None = None  # threads that train now
-
-    @property
-    def group(self) -> Group:
-        """The members that train together; another one where some come or go."""
-        return self._world.group
 
     @property
     def rank(self) -> int:
@@ -438,35 +434,6 @@ class Run:
         self._loop.tell_metric(name, mean)
         return mean
 
-    # ---- the user's own collectives; sub-groups are made with run.group.subgroup(ranks)
-
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return self._in_place(tensor, lambda group, t: group.all_reduce(t, op))
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return self._world.do(lambda group: group.all_gather(tensor))
-
-    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._world.do(lambda group: group.reduce_scatter(tensor))
-
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        return self._in_place(tensor, lambda group, t: group.broadcast(t, root))
-
-    def gather(self, tensor: torch.Tensor, root: int = 0) -> list[torch.Tensor] | None:
-        return self._world.do(lambda group: group.gather(tensor, root))
-
-    def scatter(self, tensors: Sequence[torch.Tensor] | None, root: int = 0) -> torch.Tensor:
-        return self._world.do(lambda group: group.scatter(tensors, root))
-
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        self.group.send(tensor, to)
-
-    def recv(self, source: int) -> torch.Tensor:
-        return self.group.recv(source)
-
-    def barrier(self) -> None:
-        self._world.do(lambda group: group.barrier())
-
     def close(self) -> None:
         """End the run on this member: the last checkpoint, the summary and the report. Called at exit by itself."""
         self._ending.close(self._finish)
@@ -480,20 +447,6 @@ class Run:
         self.close()
 
     # ---- inside
-
-    def _in_place(self, tensor: torch.Tensor, operation: Callable[[Group, torch.Tensor], Any]) -> torch.Tensor:
-        """Where it may be done again, with what was there before."""
-        if self._team is None:
-            operation(self.group, tensor)
-            return tensor
-
-        def on_a_copy(group: Group) -> torch.Tensor:
-            copy = tensor.detach().clone()
-            operation(group, copy)
-            return copy
-
-        with torch.no_grad():
-            return tensor.copy_(self._world.do(on_a_copy))
 
     def _tell(self, line: str) -> None:
         """What a strategy has to say to the person who watches, once and not by every member."""
