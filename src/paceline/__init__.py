@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline import layers, optim
     from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
+    from paceline.parallel.memory import memory_plan
     from paceline.server.outside.outsider import connect
     from paceline.strategies import (
         AllReduce,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "connect": "paceline.server.outside.outsider",
     "join": "paceline.train.join",
+    "memory_plan": "paceline.parallel.memory",
     "Run": "paceline.train.run",
     "AllReduce": "paceline.strategies",
     "Async": "paceline.strategies",
@@ -81,6 +83,7 @@ __all__ = [
     "connect",
     "join",
     "layers",
+    "memory_plan",
     "optim",
 ]
 

@@ -22,6 +22,7 @@ FIGURES = {
     "local": {"accuracy_gap_points", "accuracy_gap_points_sparse", "final cnn ddp"},
     "chaos": {"faults_injected", "lost_steps", "doubled_samples", "hangs", "goodput", "detect_s", "recover_s"},
     "members": {"scheduler_cpu_10", "scheduler_rss_mb_30", "join_s_30", "false_suspicions"},
+    "memory": {"memory_over_best_peer_zero1", "memory_over_best_peer_zero3", "memory_over_best_peer"},
     "tensor_train": {"tt_rule_right", "tt_speedup_batch1_rank8", "tt_compression", "tt_points_lost"},
     "pipeline": {"bubble_over_formula_1f1b", "bubble_over_formula_zero_bubble", "step_over_torch_4_8"},
     "scaling": {"mlp_efficiency_1", "mlp_ours_1"},

@@ -37,7 +37,7 @@ def test_help_version_and_typing_errors():
     assert paceline().returncode == 2
     assert re.fullmatch(r"paceline \d+\.\d+\.\d+\n", paceline("--version").stdout)
     assert "unknown command 'rnu': did you mean 'run'?" in paceline("rnu").stderr
-    for command in ("run", "status", "doctor"):
+    for command in ("run", "status", "plan", "doctor"):
         done = paceline(command, "--help")
         assert (done.returncode, done.stdout[:5]) == (0, "usage")
     assert "unknown option '--al': did you mean '--all'?" in paceline("status", "--al").stderr
@@ -45,7 +45,15 @@ def test_help_version_and_typing_errors():
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["run", "--help"], ["run", "-n", "2", "--dry-run", "x.py"], ["status"], ["doctor"]]
+    "args",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["plan", "--help"],
+        ["run", "-n", "2", "--dry-run", "x.py"],
+        ["status"],
+        ["doctor"],
+    ],
 )
 def test_torch_is_not_imported(args, tmp_path):
     (tmp_path / "x.py").write_text("")

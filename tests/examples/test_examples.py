@@ -108,3 +108,16 @@ def test_stages_gpt_in_two_stages_ends_as_alone(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=0.01)
     held = [int(re.findall(r"holds (\d+) numbers", text)[0]) for text in (*(m.output for m in stages), alone.stdout)]
     assert max(held[:2]) < 0.75 * held[2]
+
+
+def test_sharded_gpt_tells_its_plan_and_learns() -> None:
+    settings = Settings(progress="off", mesh="shard=2")
+    first, second = Cluster(2).run(EXAMPLES / "sharded_gpt.py", ("--limit", "60000"), limit_s=90, settings=settings)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    planned = dict(re.findall(r"plan: (\w+) +(\d+\.\d\d) MB on each member", first.output))
+    whole = dict(re.findall(r"plan: (\w+) .* (\d+\.\d\d) MB without a mesh", first.output))
+    assert float(planned["state"]) == pytest.approx(float(whole["state"]) / 2, abs=0.01)
+    assert float(planned["at_once"]) < float(whole["at_once"])
+    (loss,) = re.findall(r"last loss: (\d+\.\d+) per character", first.output)
+    assert float(loss) < 4.2  # as good as guessing among the characters is 4.6; it has begun to learn
+    assert "plan:" not in second.output

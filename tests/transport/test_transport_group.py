@@ -77,6 +77,27 @@ def test_collectives(place: str) -> None:
             index += 1
 
 
+@pytest.mark.parametrize("place", ["one host, 2", "one host, 3"])
+def test_collectives_where_members_cannot_read_each_other(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.transport.reach.permitted", lambda pids, gather: False)
+    test_collectives(place)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_scattered_sum_may_lie_in_what_it_is_made_of(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not reads:
+        monkeypatch.setattr("paceline.transport.reach.permitted", lambda pids, gather: False)
+
+    def body(group: Group) -> torch.Tensor:
+        rows = torch.stack([values(group.rank, 200_000, torch.float32) + k for k in range(3)])
+        group.lane().reduce_scatter(rows.view(-1), rows[group.rank])
+        return rows[group.rank]
+
+    for rank, found in enumerate(together(3, body)):
+        a, b, c = (values(r, 200_000, torch.float32) + rank for r in range(3))
+        assert torch.equal(found, a + b + c)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     hosts=st.lists(st.sampled_from("abc"), min_size=2, max_size=5),

@@ -12,6 +12,7 @@ COMMANDS = {
     "status": "what each member of a run is doing or waiting for",
     "agent": "let this host take part in an elastic run",
     "scale": "let an elastic run have more members, or fewer",
+    "plan": "what each member would hold, before anything runs",
     "doctor": "check this machine, and what that means for a run",
 }
 _HELP = """\
@@ -22,6 +23,7 @@ usage: paceline COMMAND …
   paceline run -n 2 train.py --lr 0.1    two members here; what follows the script belongs to the script
   paceline status                        what the newest run does, member by member
   paceline scale big 3                   three members from now on, in a run of -n 2:4
+  paceline plan memory train.py -n 4     parameters, gradients, state and activations, for each choice
   paceline doctor                        cores, memory, torch, GPUs, and how many members to start
 
 `paceline COMMAND --help` says more about each; `paceline --version` says which version this is.

@@ -18,11 +18,14 @@ from paceline.parallel.pieces import fill
 OFFLOADS = ("none", "parameters")
 
 
-def check_offload(offload: str, *, cuts: bool) -> None:
+def check_offload(offload: str, device: torch.device, size: int, *, cuts: bool) -> None:
     if offload not in OFFLOADS:
         raise ConfigError(f"run.model(offload={offload!r}): {nearest(offload, OFFLOADS)}")
     if offload != "none" and not cuts:
-        raise ConfigError(f"run.model(offload={offload!r}): parts lie in host memory where there are: --mesh shard=2")
+        which = "shard=1, which cuts into one part" if size == 1 else f"shard={size}"
+        raise ConfigError(f"run.model(offload={offload!r}): parts lie in host memory where there are: --mesh {which}")
+    if offload != "none" and size == 1 and device.type == "cpu":
+        raise ConfigError(f"run.model(offload={offload!r}): on one member without a GPU the model is in host memory")
 
 
 def whole_model(

@@ -131,7 +131,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             group = _form(wires[0], place.workers, agreed.transport, device)
     status.set("preparing")
     mesh = parse_mesh(agreed.mesh, group.size, "-n MIN:MAX" if line else agreed.strategy if place.servers else "")
-    if mesh.cuts:
+    if mesh.cuts or (agreed.mesh and group.size == 1):  # of one part too: it may be offloaded
         chosen = Cut(chosen, mesh)
 
     first = group.rank == 0 and not (team and team.outside)

@@ -209,7 +209,8 @@ class Run(Collectives):
         Args:
             recompute: what layers compute is not kept for the backward pass, but computed again: less memory, a third
                 more to compute. Layers are the elements of the model's lists (ModuleList, Sequential).
-            offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory.
+            offload: "parameters": with `--mesh shard=N`, parts and the optimizer's state lie in host memory; on one
+                GPU with `--mesh shard=1`.
             split: with `--mesh split=N`, how layers are split, by patterns of their names: `{"*.up": "column",
                 "*.down": "row"}`; see `paceline.parallel.plan_of_split`. None: found by itself, in transformers.
             sequence: with `--mesh split=N`, what stands between the layers that are split (norms, dropout) works on
@@ -223,7 +224,8 @@ class Run(Collectives):
             micro: into how many micro-batches a batch is cut; 0: four per stage, or as many as there are samples.
             schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; see `paceline.parallel.schedule`.
         """
-        check_offload(offload, cuts=self._cut is not None and self._cut.mesh.shard > 1)
+        parts = self._cut is not None and (self._cut.mesh.shard > 1 or self.size == 1)
+        check_offload(offload, self.device, self.size, cuts=parts)
         staging = Staging(cut, like, micro, schedule, self.settings.wait_limit_s)
         staging.check()
         if self._cut is None:

@@ -8,7 +8,8 @@ the processor's caches; memory sees only the tensor itself. Each block of an all
     gather  copy the other parts' sums out of the others' slots      DONE
 
 Where members may read each other's memory, a large tensor needs no slots (`reach`): each member reads the others'
-tensors directly, sums its part in place, and then reads the parts that the others have summed.
+tensors directly, sums its part in place, and then reads the parts that the others have summed. So do the other
+collectives: one copy instead of two, and slots whose memory is never touched cost none.
 
 Stage of the next block comes before reduce of this one, and gather follows one block behind, so that members rarely
 wait for each other. Every sum is made once, by one member, in the order of ranks: the same bits everywhere.
@@ -29,8 +30,10 @@ from paceline.transport.segment import DONE, POSTED, REDUCED, Lane
 _SLOTS = 3
 _BLOCK_BYTES = 2 << 20
 _READ_BYTES = 4 << 20
+_ROW_BYTES = 256 << 10
 _TURN_BYTES = 16 << 20  # summed before others read it; what has just been written is slow to read from another core
 _WORTH_READING = 256 << 10  # for less, system calls cost more than a second copy
+_WORTH_TAKING = 16 << 10  # the same where nothing is summed in place
 _ALIGN = 64
 
 
@@ -51,6 +54,7 @@ class Shared:
         self._round = 0
         self.sent_bytes = 0  # what the others read of mine
         self._room = torch.empty(2 * _READ_BYTES, dtype=torch.uint8)
+        self._reaches = False  # until it is known
         self._reaches = reach.permitted(pids, self._gathered)
 
     @property
@@ -125,8 +129,7 @@ class Shared:
                 mine.copy_(total)
 
     def _read_blocks(self, blocks: list[torch.Tensor], bases: list[int], summed: int) -> None:
-        for j in range(1, self.size):  # each begins with another one
-            j = (self._me + j) % self.size
+        for j in self._others():
             if blocks[j].numel():
                 self._lane.wait(REDUCED, summed, only=j)
                 self._read(j, bases[j] + blocks[j].data_ptr(), blocks[j])
@@ -139,16 +142,41 @@ class Shared:
             gone.rank = self._lane.ranks[index]
             raise gone from None
 
+    def _meet(self, flat: torch.Tensor, work: Callable[[list[int]], None]) -> None:
+        """Let everyone read everyone's `flat`, whose addresses `work` is given, until all have done so."""
+        self._round += 1
+        self._lane.own.note[0] = flat.data_ptr()
+        self._lane.own.raise_to(POSTED, self._round)
+        self._lane.wait(POSTED, self._round)
+        work([segment.note[0] for segment in self._lane.segments])
+        self._lane.own.raise_to(REDUCED, self._round)
+        self._lane.own.raise_to(DONE, self._round)
+        self._lane.wait(DONE, self._round)
+
+    def _others(self) -> list[int]:
+        """The others, of whom each member begins with another one."""
+        return [(self._me + j) % self.size for j in range(1, self.size)]
+
     def all_gather(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """`out`, of size times the elements, gets everyone's `flat` in the order of ranks."""
         rows = out.view(self.size, -1)
+        self.sent_bytes += flat.nbytes * (self.size - 1)
+        if self._reaches and flat.nbytes >= _WORTH_TAKING:
+
+            def take(addresses: list[int]) -> None:
+                for j in self._others():
+                    self._read(j, addresses[j], rows[j])
+                if rows[self._me].data_ptr() != flat.data_ptr():
+                    rows[self._me].copy_(flat)
+
+            self._meet(flat, take)
+            return
 
         def read(i: int, at: slice, slots: Sequence[torch.Tensor]) -> None:
             for row, slot in zip(rows, slots):
                 row[at].copy_(slot)
 
         self._rounds(flat.numel(), flat.dtype, lambda at, slot: slot.copy_(flat[at]), read)
-        self.sent_bytes += flat.nbytes * (self.size - 1)
 
     def all_to_all(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """Row j of `out` gets my row of member j's `flat`."""
@@ -172,6 +200,11 @@ class Shared:
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """`out` gets my row of the sum of everyone's `flat`, which holds one row per member."""
         rows = flat.view(self.size, -1)
+        self.sent_bytes += flat.nbytes - out.nbytes
+        if self._reaches and flat.nbytes >= _WORTH_TAKING:
+            mine = rows[self._me]
+            self._meet(flat, lambda addresses: self._sum_row(mine, addresses, out))
+            return
         for row in range(self.size):
 
             def write(at: slice, slot: torch.Tensor, row: int = row) -> None:
@@ -182,10 +215,35 @@ class Shared:
                     _sum(slots, out[at])
 
             self._rounds(out.numel(), flat.dtype, write, read)
-        self.sent_bytes += flat.nbytes - out.nbytes
+
+    def _sum_row(self, mine: torch.Tensor, addresses: list[int], out: torch.Tensor) -> None:
+        """Add everyone's row of mine, in the order of ranks, piece by piece."""
+        step = _ROW_BYTES // mine.element_size()
+        begins = [address - addresses[self._me] + mine.data_ptr() for address in addresses]
+        for start in range(0, mine.numel(), step):
+            own, into = mine[start : start + step], out[start : start + step]
+            theirs, total = self._room.view(mine.dtype).view(2, -1)[:, : own.numel()]
+            for j in range(self.size):
+                if j != self._me:
+                    self._read(j, begins[j] + start * mine.element_size(), theirs)
+                term = own if j == self._me else theirs
+                if j == 0:
+                    total.copy_(term)
+                else:
+                    torch.add(total, term, out=into if j == self.size - 1 else total)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Everyone's `flat` becomes the root's."""
+        if self._me == root:
+            self.sent_bytes += flat.nbytes * (self.size - 1)
+        if self._reaches and flat.nbytes >= _WORTH_TAKING:
+
+            def take(addresses: list[int]) -> None:
+                if self._me != root:
+                    self._read(root, addresses[root], flat)
+
+            self._meet(flat, take)
+            return
 
         def write(at: slice, slot: torch.Tensor) -> None:
             if self._me == root:
@@ -196,8 +254,6 @@ class Shared:
                 flat[at].copy_(slots[root])
 
         self._rounds(flat.numel(), flat.dtype, write, read)
-        if self._me == root:
-            self.sent_bytes += flat.nbytes * (self.size - 1)
 
     def _stage(self, k: int, parts: list[torch.Tensor]) -> None:
         self._lane.wait(DONE, k + 1 - _SLOTS)

@@ -158,7 +158,7 @@ class OwnGroup(_Base):  # type: ignore[misc]
     # ---- what all do together
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Done:
-        for tensor in tensors:
+        for tensor in tensors if self._group.size > 1 else ():
             self._group.all_reduce(tensor, _operation(opts))
         return _Done(tensors)
 
@@ -177,6 +177,9 @@ class OwnGroup(_Base):  # type: ignore[misc]
         return _Done([t for out in outputs for t in out])
 
     def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> _Done:
+        if self._group.size == 1:  # where it lies: a device need not be waited for
+            out.view(-1).copy_(mine.reshape(-1))
+            return _Done([out])
         rows = self._group.all_gather(mine)
         torch.cat([row.reshape(-1) for row in rows], out=out.view(-1))
         return _Done([out])
@@ -205,6 +208,9 @@ class OwnGroup(_Base):  # type: ignore[misc]
         return _Done(outputs)
 
     def _scatter_sum(self, out: torch.Tensor, rows: torch.Tensor, opts: Any) -> None:
+        if self._group.size == 1:
+            out.copy_(rows[0])
+            return
         operation = _operation(opts)
         if operation not in ("sum", "mean"):
             whole = self._group.all_reduce(rows.clone(), operation)

@@ -1,0 +1,141 @@
+"""What a command names as FILE:FUNCTION or package.module:FUNCTION: what makes a model, and what its batches are."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.errors import ConfigError, nearest
+from paceline.parallel.footprint import arguments, said
+
+_USUAL = ("make_model", "build_model", "create_model", "get_model", "model")
+_INPUTS = "example_inputs"
+_TYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What makes a model."""
+
+    name: str
+    script: str  # as `paceline run` takes it
+    module: ModuleType
+    make: Callable[[], nn.Module]
+
+    def inputs(self, shapes: Sequence[tuple[list[int], str]] | None) -> tuple[Callable[[], Any], str]:
+        """What makes a batch, and how it is told."""
+        if shapes:
+            given = [(sizes, _dtype(kind)) for sizes, kind in shapes]
+            words = ", ".join("x".join(map(str, s)) + f":{str(d)[6:]}" * (d != torch.float32) for s, d in given)
+            return lambda: tuple(torch.zeros(sizes, dtype=dtype) for sizes, dtype in given), words
+        found = getattr(self.module, _INPUTS, None)
+        if not callable(found):
+            raise ConfigError(
+                f"what does a batch look like? Say it once for each argument of the model, as in --batch 8x1024:int64, "
+                f"or write a function {_INPUTS}() into {self.script} that returns the arguments"
+            )
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            words = said(arguments(found()))
+        return found, words
+
+
+def find(text: str) -> Target:
+    """The function that is named; a file with one that makes models need not name it."""
+    where, _, name = text.partition(":")
+    module = _file(Path(where)) if where.endswith(".py") or "/" in where else _module(where)
+    make = _called(module, name, where) if name else _only(module, where)
+    script = where if where.endswith(".py") else f"-m {where}"
+    return Target(f"{where}:{make.__name__}", script, module, make)
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        near = [str(p) for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
+        more = f": {nearest(str(path), near)}" if near else ""
+        raise ConfigError(f"there is no file {str(path)!r}{more}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    loader = spec.loader
+
+    def load() -> ModuleType:
+        loader.exec_module(module)
+        return module
+
+    return _loaded(str(path), load)
+
+
+def _module(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    if not name or importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise ConfigError(f"there is no module {name!r}, nor is it a file: write train.py:make_model")
+    return _loaded(name, lambda: importlib.import_module(name))
+
+
+def _loaded(name: str, load: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return load()
+    except SystemExit:
+        raise ConfigError(
+            f'{name} ends while it is imported: put what trains under if __name__ == "__main__"'
+        ) from None
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{last.filename}, line {last.lineno}"
+        raise ConfigError(f"{name} cannot be imported: {type(error).__name__}: {error} ({at})") from error
+
+
+def _called(module: ModuleType, name: str, where: str) -> Callable[[], nn.Module]:
+    found = getattr(module, name, None)
+    own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+    if found is None:
+        raise ConfigError(f"{where} has no function {name!r}: {nearest(name, own)}")
+    if not callable(found):
+        raise ConfigError(f"{where}:{name} is a {type(found).__name__}, not a function that makes a model")
+    if needed := _needed(found):
+        raise ConfigError(
+            f"{where}:{name} needs {', '.join(needed)}: name a function without arguments, which makes the model"
+        )
+    made: Callable[[], nn.Module] = found
+    return made
+
+
+def _only(module: ModuleType, where: str) -> Callable[[], nn.Module]:
+    for name in _USUAL:
+        if callable(getattr(module, name, None)) and not _needed(getattr(module, name)):
+            return _called(module, name, where)
+    own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+    kinds = [n for n, v in own.items() if isinstance(v, type) and issubclass(v, nn.Module) and not _needed(v)]
+    if len(kinds) == 1:
+        return _called(module, kinds[0], where)
+    which = f"one of {', '.join(kinds)}" if kinds else "a function that makes it"
+    raise ConfigError(f"{where}: which model? Name {which}, as in {where}:{kinds[0] if kinds else 'make_model'}")
+
+
+def _needed(function: Any) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _TYPES:
+        raise ConfigError(f"--batch: {name!r} is not a type of elements: {nearest(name, _TYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
