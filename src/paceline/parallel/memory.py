@@ -129,7 +129,7 @@ def memory_plan(
 
     >>> plan = memory_plan(lambda: nn.Linear(1000, 1000, bias=False), torch.zeros(8, 1000), members=2)
     >>> plan.choice().state, plan.choice(strategy="zero(stage=1)").state, plan.choice(mesh="shard=2").parameters
-    (8000004, 4000004, 2000000)
+    (8000004, 4000002, 2000000)
     """
     how = make_precision(precision)
     give = inputs if callable(inputs) else lambda: _unfilled(inputs)
