@@ -57,6 +57,10 @@ LINES = [
     ((15, 7), 1, "F.cross_entropy(x, ids.flatten(), w[:7].detach().abs())", "cross_entropy"),
     ((15, 7), 1, "torch.einsum('ij,kj->ik', x, x)", "einsum"),
     ((3, 5, 8), 2, "torch.cat([x, x], -1)", "cat"),
+    ((3, 5, 8), 2, "torch.cat(torch.chunk(x, chunks=2, dim=-1)[::-1], -1)", "chunk"),
+    ((3, 5, 8), 2, "torch.sum(input=x, dim=-1)", "sum"),
+    ((3, 5, 8), 2, "F.linear(input=x, bias=w[:2], weight=w[:16].view(2, 8))"),
+    ((3, 5, 8), 2, "x * len(torch.where(x > 0)[0])", "where"),
 ]
 for shape, dim, text, *gathered in LINES:
     torch.manual_seed(3)
@@ -89,15 +93,19 @@ q, k, v = fused.view(3, 3, 4, 2).unbind(1)
 assert torch.equal(k.whole(), values.view(3, 3, 4, 2)[:, 1]) and not GATHERED
 assert torch.equal(fused.view(3, 4, 6), values.view(3, 4, 6)) and GATHERED  # heads first: put together
 assert tuple(fused.shape) == (3, 24) and fused.numel() == 72 and "local=(3, " in repr(fused)
-try:
-    fused.cumsum_(1)
-except ConfigError as error:
-    assert "cannot be changed in place" in str(error)
-else:
-    raise AssertionError("a part was changed in place")
+def put(x): x[:, 2] = 0.0
+def put_more(x): x[:, 2:5] += 1.0
+for change in (lambda x: x.cumsum_(1), put, put_more):
+    try:
+        change(fused)
+    except ConfigError as error:
+        assert "cannot be changed in place" in str(error)
+    else:
+        raise AssertionError("a part was changed in place")
 ys = fused.clone()
 ys += 1
-assert torch.equal(ys.whole(), values + 1)
+ys.data.mul_(2)
+assert torch.equal(ys.whole(), 2 * (values + 1))
 
 # random numbers
 torch.manual_seed(5)

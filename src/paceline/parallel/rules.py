@@ -56,7 +56,7 @@ _BY_ELEMENT = (
     "sin cos clamp clamp_ add add_ sub sub_ mul mul_ div div_ true_divide __add__ __radd__ __iadd__ __sub__ "
     "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __rdiv__ __itruediv__ __neg__ "
     "__pow__ __rpow__ rsub subtract multiply divide maximum minimum where masked_fill masked_fill_ nan_to_num "
-    "float half bfloat16 double to contiguous clone detach type_as eq ne lt le gt ge __eq__ __ne__ __lt__ "
+    "float half bfloat16 double to contiguous clone detach data type_as eq ne lt le gt ge __eq__ __ne__ __lt__ "
     "__le__ __gt__ __ge__ logical_not logical_and logical_or isfinite isnan isinf addcmul lerp zeros_like "
     "ones_like full_like empty_like"
 )
@@ -74,7 +74,7 @@ def by_element(func: Func, args: Args, named: Named) -> Any:
     back = first.ndim - first.lay.dim  # from the last dimension
     given = [_beside(a, first, back) for a in args]
     options = {key: _beside(a, first, back) for key, a in named.items()}
-    if any(a is NotImplemented for a in [*given, *options.values()]):
+    if any(a is NotImplemented for a in [*given, *options.values()]) or (name == "where" and len(args) == 1):
         return NotImplemented
     out = func(*given, **options)
     if changed:
@@ -202,6 +202,8 @@ def unsqueezed(func: Func, args: Args, named: Named) -> Any:
 
 @rule("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split")
 def divided(func: Func, args: Args, named: Named) -> Any:
+    if len(args) < 2 or named.keys() - {"dim"}:
+        return NotImplemented
     x, how = args[0], args[1]
     dim = (args[2] if len(args) > 2 else named.get("dim", 0)) % x.ndim
     if dim != x.lay.dim:
@@ -264,7 +266,8 @@ def indexed(func: Func, args: Args, named: Named) -> Any:
 
 @rule("linear")
 def linear(func: Func, args: Args, named: Named) -> Any:
-    x, weight, bias = [*args, *named.values(), None][:3]
+    given = dict(zip(("input", "weight", "bias"), args)) | named
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
     some = weight if isinstance(weight, Spread) else x if isinstance(x, Spread) else bias
     fellows = some.fellows
     if isinstance(weight, Spread) and weight.lay.dim == 0:  # by columns of the result
@@ -410,11 +413,11 @@ def _most(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 @rule("sum", "mean")
 def summed(func: Func, args: Args, named: Named) -> Any:
+    if named.keys() - {"dim", "keepdim"}:
+        return NotImplemented
     x = args[0]
     dim = args[1] if len(args) > 1 else named.get("dim")
     keep = bool(args[2] if len(args) > 2 else named.get("keepdim", False))
-    if named.keys() - {"dim", "keepdim"}:
-        return NotImplemented
     dims = range(x.ndim) if dim is None else [d % x.ndim for d in (dim if isinstance(dim, tuple | list) else [dim])]
     dims = list(dims)
     count = math.prod(x.shape[d] for d in dims) if func.__name__ == "mean" else 1

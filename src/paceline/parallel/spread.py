@@ -99,11 +99,11 @@ class Spread(torch.Tensor):
             out = rule(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        changes = name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+        changes = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
         if "out" in kwargs or (changes and isinstance(args[0], Spread)):
             raise ConfigError(
-                f"{name} on a tensor that is split: it is in parts, and cannot be changed in place so; write the "
-                f"operation without the underscore, or leave the layer before it out of split="
+                f"{name} on a tensor that is split: it is in parts, and cannot be changed in place so; make another "
+                "tensor (torch.where, masked_fill, no underscore), or leave the layer before it out of split="
             )
         GATHERED[name] += 1
         return func(*wholes(args), **wholes(kwargs))
