@@ -76,11 +76,22 @@ class Apart(nn.Module):  # the second of three stages gives out something that t
         x = torch.relu(self.c(x))
         return self.d(self.norm(x) * free)
 
+class Twice(nn.Module):  # changes what comes from another stage in place, and uses its weights two times
+    def __init__(self, wide=24):
+        super().__init__()
+        self.inner = nn.Linear(wide, wide)
+
+    def forward(self, x):
+        return self.inner(torch.tanh(self.inner(F.relu(x, inplace=True))))
+
+def again():
+    return nn.Sequential(nn.Linear(10, 24), *(Twice() for _ in range(5)), nn.Linear(24, 7))
+
 def sequential():
     return nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 30), nn.Sequential(nn.ReLU(), nn.Linear(30, 20)),
                          nn.Linear(20, 20), nn.LayerNorm(20), nn.Linear(20, 30), nn.Linear(30, 20), nn.Linear(20, 7))
 
-MADE = {"sequential": sequential, "gpt": GPT, "skips": Skips, "apart": Apart}
+MADE = {"sequential": sequential, "gpt": GPT, "skips": Skips, "apart": Apart, "again": again}
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -98,7 +109,7 @@ torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)  # so that rounding, which AdamW enlarges, is far from an error
 rows = 43 * run._share()[1]  # batches of 12, 12, 12, 7 for each share: the last has fewer samples than micro-batches
 data = torch.utils.data.TensorDataset(torch.randint(11, (rows, 10)), torch.randint(7, (rows,)))
-if kind == "sequential":
+if kind in ("sequential", "again"):
     data.tensors = (torch.randn(rows, 10), data.tensors[1])
 loader = run.loader(data, batch_size=12)
 made = MADE[kind]()
@@ -174,6 +185,8 @@ SLOW = pytest.mark.slow
             for kind, schedule in [("gpt", "1f1b"), ("skips", "interleaved"), ("sequential", "zero-bubble")]
         ),
         pytest.param("3", "stage=3", "apart", "zero-bubble", marks=SLOW),
+        pytest.param("2", "stage=2", "again", "interleaved", marks=SLOW),
+        pytest.param("2", "stage=2", "again", "zero-bubble", marks=SLOW),
         pytest.param("4", "replicate=2,stage=2", "skips", "1f1b", marks=SLOW),
         pytest.param("4", "shard=2,stage=2", "gpt", "1f1b", marks=SLOW),
         pytest.param("4", "shard=2,stage=2", "skips", "interleaved", marks=SLOW),
@@ -433,6 +446,13 @@ class Branches(nn.Module):
 class Mode(Branches):
     def forward(self, x):
         return self.two(F.dropout(self.one(x), 0.5, self.training))
+class Drawn(Branches):
+    def forward(self, x):
+        if torch.rand(1) < 0.5: x = self.one(x)  # not once for all
+        return self.two(x)
+class Noise(Branches):
+    def forward(self, x):
+        return self.two(self.one(x) + torch.randn(10))
 def tied():
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
     model[1].weight = model[0].weight
@@ -451,6 +471,7 @@ def trained(model, *batch, **options):
 x, y = torch.randn(8, 10), torch.randint(7, (8,))
 two = lambda: nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 7))
 tried(lambda: run.model(Branches()), "train.py:", "if x.sum() > 0", "Let forward not depend")
+tried(lambda: run.model(Drawn()), "train.py:", "if torch.rand(1) < 0.5")
 tried(lambda: run.model(Mode()), "looks at self.training", "nn.Dropout(p)")
 tried(lambda: run.model(nn.Sequential(nn.Linear(10, 7))), "2 stages need as many layers with weights, and 1 were found")
 tried(lambda: run.model(two(), schedule="1f1"), "1f1", "did you mean '1f1b'")
@@ -469,6 +490,9 @@ tried(lambda: run.backward(run.model(two()), x, y, loss=F.cross_entropy), "give 
 tried(lambda: run.model(two())(x), "loss = run.backward(model, x, y, loss=F.cross_entropy)")
 backwards = run.model(nn.Sequential(*two(), *two()[:1], nn.Linear(10, 7)), cut=["2"])
 tried(lambda: run.optimizer(torch.optim.SGD(list(backwards.parameters())[::-1], lr=0.1), backwards), "in the order of")
+noise = run.model(Noise())
+with torch.no_grad():
+    assert not torch.equal(noise(x), noise(x))  # drawn anew in each pass
 print("REFUSED", flush=True)
 """
 ).replace("trained(two(), x),", "trained(two(), x, loss=F.cross_entropy),")

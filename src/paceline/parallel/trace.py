@@ -22,7 +22,8 @@ from torch import fx, nn
 from paceline.core.errors import ConfigError
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_MAKERS = ("arange", "zeros", "ones", "full", "empty", "rand", "randn", "eye", "linspace", "tensor", "randint")
+_RANDOM = ("rand", "randn", "randint", "randperm", "normal", "bernoulli")  # drawn in each pass, not once for all
+_MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor", *_RANDOM)
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 
@@ -135,19 +136,22 @@ def _line(frame: Any) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def _makers(tracer: _Tracer) -> Iterator[None]:
-    """Functions that make tensors by shape do not see by themselves that it is a placeholder."""
+    """Functions that make tensors by shape do not see by themselves that it is a placeholder; random ones are called
+    in each pass."""
 
-    def recorded(make: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **named: Any) -> Any:
             found: list[fx.Proxy] = []
             fx.node.map_aggregate((args, named), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None)
-            return tracer.create_proxy("call_function", make, args, named) if found else make(*args, **named)
+            if found or name in _RANDOM:
+                return tracer.create_proxy("call_function", make, args, named)
+            return make(*args, **named)
 
         return made
 
     before = {name: getattr(torch, name) for name in _MAKERS}
     for name, make in before.items():
-        setattr(torch, name, recorded(make))
+        setattr(torch, name, recorded(name, make))
     try:
         yield
     finally:
