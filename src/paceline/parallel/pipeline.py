@@ -145,7 +145,7 @@ class Pipeline:
         taken: dict[int, list[torch.Tensor]] = {}
         for source in stage.takes:
             values, wanted = self._post.take(("F", source, number, micro))
-            leaves = _Leaves(wanted)
+            leaves = _Leaves(wanted, copy=source % self.group.size == self.group.rank)
             args += [each(value, leaves) for value in values]
             taken[source] = leaves.found
         out = self._modules[number](*args)
@@ -214,22 +214,21 @@ class Pipeline:
     def _separable(
         self, number: int, outs: list[torch.Tensor], leaves: list[torch.Tensor], parameters: list[nn.Parameter]
     ) -> bool:
-        """Whether all weights act on something that depends on what was taken: others would get no gradient."""
+        """Whether all weights act on something that depends on what was taken, and once: others would get no gradient,
+        or ask for what is gone."""
         if number not in self._whole:
             from torch.distributed.pipelining import _backward as halves
 
             node_of: Callable[[Any], Any] = halves._get_grad_fn_or_grad_acc
             ends = [node_of(t) for t in outs]
-            reached, queue = set(ends), list(ends)
-            while queue:
-                for node, _ in queue.pop().next_functions:
-                    if node is not None and node not in reached:
-                        reached.add(node)
-                        queue.append(node)
+            reached = _closure(ends, lambda node: [below for below, _ in node.next_functions if below is not None])
             wanted = {node_of(p) for p in parameters} & reached
             edges = halves.construct_reverse_graph(ends)
-            groups = halves.get_param_groups([node_of(t) for t in leaves], list(wanted), edges)
-            self._whole[number] = wanted != {node for group in groups for node in group["params"]}
+            inputs = [node_of(t) for t in leaves]
+            of_weights = reached - _closure(inputs, lambda node: edges[node])
+            twice = any(len(edges[node]) > 1 for node in of_weights)
+            groups = halves.get_param_groups(inputs, list(wanted), edges)
+            self._whole[number] = twice or wanted != {node for group in groups for node in group["params"]}
         return not self._whole[number]
 
     def tie(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -295,17 +294,31 @@ class Pipeline:
 
 
 class _Leaves:
-    """Makes leaves of the tensors that came, where they want gradients, in their order."""
+    """Makes leaves of the tensors that came, where they want gradients, in their order. What it returns may be changed
+    in place; `copy`: what came is used elsewhere."""
 
-    def __init__(self, wanted: Sequence[bool]) -> None:
-        self._wanted = iter(wanted)
+    def __init__(self, wanted: Sequence[bool], *, copy: bool) -> None:
+        self._wanted, self._copy = iter(wanted), copy
         self.found: list[torch.Tensor] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        leaf = tensor.detach()
-        if next(self._wanted) and torch.is_grad_enabled():
-            self.found.append(leaf.requires_grad_())
-        return leaf
+        leaf = tensor.clone() if self._copy else tensor.detach()
+        if not next(self._wanted) or not torch.is_grad_enabled():
+            return leaf
+        self.found.append(leaf.requires_grad_())
+        return _Same.apply(leaf)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Same(torch.autograd.Function):
+    """A leaf as a value that is not one, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def staged(model: nn.Module, pipeline: Pipeline) -> None:
@@ -321,6 +334,16 @@ def staged(model: nn.Module, pipeline: Pipeline) -> None:
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     return vars(model).get("_paceline_pipeline")
+
+
+def _closure(begin: Sequence[Any], beyond: Callable[[Any], Sequence[Any]]) -> set[Any]:
+    """All that is reached from somewhere."""
+    reached, queue = set(begin), list(begin)
+    while queue:
+        more = set(beyond(queue.pop())) - reached
+        reached |= more
+        queue += more
+    return reached
 
 
 def _run(outs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
