@@ -185,6 +185,14 @@ def test_every_dimension_divides_what_it_says() -> None:
     assert reckoning.cut({"shard": 2}, 4).gradients == 2 * reckoning.cut({"shard": 2}, 2).gradients  # and in buckets
 
 
+def test_what_a_run_refuses_is_no_choice() -> None:
+    meshes = {c.mesh for c in memory_plan(gpt, MODELS["gpt"][1], members=8).choices}
+    assert {"stage=2", "split=4", "stage=2,shard=4", "shard=2,split=4"} <= meshes
+    assert not any("stage" in mesh and "split" in mesh for mesh in meshes)
+    for precision, left in (("fp16", {""}), ("bf16(weights)", {"", "stage=2", "stage=4"})):
+        assert {c.mesh for c in memory_plan(gpt, MODELS["gpt"][1], members=4, precision=precision).choices} == left
+
+
 def test_all_layers_are_on_some_stage() -> None:
     from paceline.parallel.memory import _stages
 

@@ -46,6 +46,8 @@ def test_mixes_that_cannot_be_right_are_refused(join) -> None:
         beforehand.check(Settings(precision="fp16", strategy="zero(stage=1)"))
     with pytest.raises(ConfigError, match="mesh shard=2"):
         beforehand.check(Settings(precision="bf16(weights)", mesh="shard=2"))
+    with pytest.raises(ConfigError, match="small gradients would be lost"):
+        beforehand.check(Settings(precision="fp16", mesh="stage=2"))
     for strategy in "async", "sync", "diloco":
         with pytest.raises(ConfigError, match="masters"):
             beforehand.check(Settings(precision="bf16(weights)", strategy=strategy))

@@ -11,8 +11,8 @@ Of a model with weights W, gradients G, the optimizer's state S and activations 
     stage=k             the layers of the fullest stage, and what a whole batch keeps there
     split=k             of the factors of products 1/k, and of what layers keep within; the rest whole
 
-`max`: over the time of a pass, since gradients come while activations go. Dimensions multiply: a stage's layers may be
-split, and what is left sharded.
+`max`: over the time of a pass, since gradients come while activations go. Dimensions multiply: a stage's or a split's
+layers may be sharded.
 """
 
 from __future__ import annotations
@@ -217,7 +217,9 @@ class Reckoning:
             half = self._precision.weights or self._precision.scales or self._precision.kind == "fp8"
             if product == 1 or members % product or mesh.get("stage", 1) > max(self._num_layers, 1):
                 continue
-            if half and mesh.get("shard", 1) > 1:
+            if half and (mesh.get("shard", 1) > 1 or mesh.get("split", 1) > 1):
+                continue
+            if mesh.get("stage", 1) > 1 and (mesh.get("split", 1) > 1 or self._precision.scales):  # a run refuses them
                 continue
             yield mesh
 

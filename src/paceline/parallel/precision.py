@@ -62,6 +62,11 @@ class Precision:
                 f"precision {self.words} and mesh {settings.mesh}: parts of parameters are kept and summed in float32, "
                 "and models compute in fp32 or bf16: use one of these"
             )
+        if self.scales and "stage" in settings.mesh:
+            raise ConfigError(
+                f"precision {self.words} and mesh {settings.mesh}: losses are scaled where a whole model is called, "
+                "and stages are not, so that small gradients would be lost: use bf16"
+            )
         if self.weights and settings.strategy.partition("(")[0].strip() != "allreduce":
             raise ConfigError(
                 f"precision {self.words} and strategy {settings.strategy}: float32 masters are with the member whose "
