@@ -238,6 +238,11 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
 REFUSED = [
     ("GPT(), split={'h.*.c_atn': 'qkv'}", "split={'h.*.c_atn': ...} matches no module of the model: did you mean"),
     ("GPT(), split={'h.*.c_attn': 'columns'}", "did you mean 'column'?"),
+    ("GPT(), split={'h.*.c_attn': None}", "split={'h.*.c_attn': None}: known: 'branch', 'column'"),
+    ("GPT(), split={'h.*.c_attn': True}", "split={'h.*.c_attn': True}: known: 'branch', 'column'"),
+    ("GPT(), split='column'", "split='column': kinds by patterns of names are wanted"),
+    ("run.model(GPT())", "this model is cut already"),
+    ("3", "a model is wanted, or a function that makes one; not a int"),
     ("GPT(), split={'h.0': 'column'}", "matches 'h.0', a Block: column goes with an Embedding or a Linear"),
     ("GPT(heads=3)", "split=2: h.0.attn.c_attn has 3 heads, which 2 members cannot share evenly"),
     ("GPT(tied=True), split={'wte': 'vocabulary'}", "lm_head.weight and wte.weight are one tensor: name both"),

@@ -477,6 +477,15 @@ tried(lambda: run.model(nn.Sequential(nn.Linear(10, 7))), "2 stages need as many
 tried(lambda: run.model(two(), schedule="1f1"), "1f1", "did you mean '1f1b'")
 tried(lambda: run.model(two(), schedule="interleaved"), "4 stages need")
 tried(lambda: run.model(two(), micro=-1), "micro=-1")
+tried(lambda: run.model(two(), micro="8"), "micro='8'")
+tried(lambda: run.model(run.model(two())), "this model is cut already")
+if run.is_first:
+    from paceline.parallel.balance import costs_of, layers_of
+    from paceline.parallel.trace import follow
+    model, odd = two(), (torch.ones(4, 3),)
+    found = follow(model)
+    costs = lambda: costs_of(layers_of(found.graph, model), found, model, odd, torch.device("cpu"))
+    tried(costs, "cannot be called with this example, of shapes [4, 3]")
 tried(lambda: run.model(two(), cut="1"), "cut=['1']")
 tried(lambda: run.model(two(), cut=["7"]), "no layer '7'")
 tried(lambda: run.model(two(), cut=["0"]), "would come before")

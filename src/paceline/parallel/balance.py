@@ -111,7 +111,13 @@ def costs_of(
         return sizes
     with torch.random.fork_rng():
         timed = _Timed(found.module(model, found.graph), found.graph, device)
-        timed.run(*[each(one, lambda t: t.to(device)) for one in like])
+        try:
+            timed.run(*[each(one, lambda t: t.to(device)) for one in like])
+        except Exception as error:
+            shapes = ", ".join(str(list(t.shape)) for t in _tensors(tuple(like)))
+            raise ConfigError(
+                f"run.model(like=...): the model cannot be called with this example, of shapes {shapes}: {error}"
+            ) from error
     took = [sum(timed.seconds.get(node, 0.0) for node in run) for run in runs]
     return [(t / sum(took) + _OF_BYTES * size) / (1 + _OF_BYTES) for t, size in zip(took, sizes)]
 

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
 from paceline.parallel.fellows import Fellows
 from paceline.parallel.layers import recompute_layers
 from paceline.parallel.outline import initialise, outline
+from paceline.parallel.pieces import is_cut
+from paceline.parallel.pipeline import pipeline_of
 from paceline.parallel.plan_of_split import Plan, chosen
 from paceline.parallel.schedule import Staging
 from paceline.parallel.shard import shard
@@ -45,6 +48,8 @@ def cut_model(
 ) -> nn.Module:
     """Cut a model, or what a function makes, in place; see `Run.model`."""
     if isinstance(given, nn.Module):
+        if pipeline_of(given) or any(is_cut(p) for p in given.parameters()):
+            raise ConfigError("run.model(model): this model is cut already; cut a model once, and keep what it returns")
         model = given.to(device) if device.type == "cpu" else given
         make_equal(group, dict(model.named_parameters()), dict(model.named_buffers()))
     else:

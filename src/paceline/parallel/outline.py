@@ -44,6 +44,8 @@ def whole_model(
 
 def outline(make: Callable[[], nn.Module]) -> nn.Module:
     """A model without memory."""
+    if not callable(make):
+        raise ConfigError(f"run.model: a model is wanted, or a function that makes one; not a {type(make).__name__}")
     with torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):

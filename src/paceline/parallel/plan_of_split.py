@@ -40,11 +40,13 @@ _BETWEEN = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU
 
 def chosen(model: nn.Module, plan: Plan) -> dict[str, str | int]:
     """The kinds of the modules that the patterns match, by name; of several patterns the first counts."""
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f'split={plan!r}: kinds by patterns of names are wanted, as in {{"*.up": "column"}}')
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, str | int] = {}
     for pattern, kind in plan.items():
-        if isinstance(kind, str) and kind not in KINDS:
-            raise ConfigError(f"split={{{pattern!r}: {kind!r}}}: {nearest(kind, KINDS)}")
+        if kind not in KINDS and type(kind) is not int:
+            raise ConfigError(f"split={{{pattern!r}: {kind!r}}}: {nearest(str(kind), KINDS)}")
         matched = fnmatch.filter(names, pattern)
         if not matched:
             known = names if len(names) <= 12 else sorted({name.rpartition(".")[2] for name in names} | set(names[:4]))

@@ -47,8 +47,8 @@ class Staging(NamedTuple):
 
     def check(self) -> None:
         check_schedule(self.schedule)
-        if self.micro < 0:
-            raise ConfigError(f"run.model(micro={self.micro}): a number of micro-batches, or 0 for four per stage")
+        if not isinstance(self.micro, int) or self.micro < 0:
+            raise ConfigError(f"run.model(micro={self.micro!r}): a number of micro-batches, or 0 for four per stage")
         if isinstance(self.cut, str):
             raise ConfigError(f"run.model(cut={self.cut!r}): a list of names is wanted: cut=[{self.cut!r}]")
 
