@@ -242,6 +242,7 @@ REFUSED = [
     ("GPT(), split={'h.*.c_attn': True}", "split={'h.*.c_attn': True}: known: 'branch', 'column'"),
     ("GPT(), split='column'", "split='column': kinds by patterns of names are wanted"),
     ("run.model(GPT())", "this model is cut already"),
+    ("copy.deepcopy(run.model(GPT()))", "a model that is cut cannot be copied"),
     ("3", "a model is wanted, or a function that makes one; not a int"),
     ("GPT(), split={'h.0': 'column'}", "matches 'h.0', a Block: column goes with an Embedding or a Linear"),
     ("GPT(heads=3)", "split=2: h.0.attn.c_attn has 3 heads, which 2 members cannot share evenly"),
@@ -255,7 +256,7 @@ REFUSED = [
     ("nn.ModuleList([nn.PReLU(1)]), split={'0': 'heads'}", "heads goes with nn.MultiheadAttention"),
 ]
 REFUSE = """
-import paceline, torch
+import copy, paceline, torch
 from torch import nn
 from _split_models import GPT
 from paceline.core.errors import ConfigError

@@ -479,6 +479,7 @@ tried(lambda: run.model(two(), schedule="interleaved"), "4 stages need")
 tried(lambda: run.model(two(), micro=-1), "micro=-1")
 tried(lambda: run.model(two(), micro="8"), "micro='8'")
 tried(lambda: run.model(run.model(two())), "this model is cut already")
+tried(lambda: copy.deepcopy(run.model(two())), "a model that is cut cannot be copied")
 if run.is_first:
     from paceline.parallel.balance import costs_of, layers_of
     from paceline.parallel.trace import follow

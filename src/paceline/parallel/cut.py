@@ -367,6 +367,12 @@ class _Part:
         self._cut = weakref.ref(cut)
         model.register_forward_hook(self._forward)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
+        raise ConfigError(
+            "a model that is cut cannot be copied, since a copy would not know its parts: for an average of weights, "
+            "keep copies of its parameters"
+        )
+
     def _forward(self, model: nn.Module, given: Any, out: Any) -> None:
         if torch.is_grad_enabled() and self.inside:
             for tensor in _tensors(out):

@@ -268,7 +268,7 @@ def indexed(func: Func, args: Args, named: Named) -> Any:
 def linear(func: Func, args: Args, named: Named) -> Any:
     given = dict(zip(("input", "weight", "bias"), args)) | named
     x, weight, bias = given["input"], given["weight"], given.get("bias")
-    some = weight if isinstance(weight, Spread) else x if isinstance(x, Spread) else bias
+    some: Any = weight if isinstance(weight, Spread) else x if isinstance(x, Spread) else bias
     fellows = some.fellows
     if isinstance(weight, Spread) and weight.lay.dim == 0:  # by columns of the result
         beside = None if bias is None else _beside(bias, transposed(func, (weight, 0, 1), {}), 1)
