@@ -229,3 +229,24 @@ def test_a_member_that_is_killed_ends_the_run_and_leaves_nothing_behind(tmp_path
     assert done.returncode == 137, done.stderr
     assert "rank 1 failed first: exit code -9 (SIGKILL)" in done.stderr
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "paceline" in name}
+
+
+@pytest.mark.slow
+def test_parts_in_host_memory_are_stepped_by_fused_kernels_and_learn_the_same(tmp_path: Path) -> None:
+    seen = """
+fused = []
+optimizer.register_step_pre_hook(lambda *_: fused.append(optimizer.param_groups[0]["fused"]))
+for epoch in"""
+    end = """
+total = sum(float(p.full_tensor().detach().double().square().sum()) for p in model.parameters())
+print("END", total, set(fused), optimizer.param_groups[0]["fused"], flush=True)
+"""
+    found = []
+    for options in "", ", offload='parameters'":
+        script = TRAINED.replace("nn.Linear(101, 7)))", f"nn.Linear(101, 7)){options})").replace("\nfor epoch in", seen)
+        done = run(tmp_path, script + end, "-n", "2", "--mesh", "shard=2", "--fresh", more=("3",))
+        assert done.returncode == 0, done.stderr
+        found.append(next(line.split("END ")[1] for line in done.stdout.splitlines() if "END" in line))
+    plain, hosted = (float(text.split()[0]) for text in found)
+    assert hosted == pytest.approx(plain, rel=1e-6)
+    assert [text.split(maxsplit=1)[1] for text in found] == ["{None} None", "{True} None"]

@@ -30,6 +30,7 @@ from paceline.parallel.pipeline import Loss, Under, pipeline_of
 from paceline.strategies import AllReduce, Local, Strategy, Tally, World
 from paceline.strategies.buckets import PACE, SAMPLES
 from paceline.strategies.engine import report_bad
+from paceline.strategies.hosted import fuse
 from paceline.strategies.strategy import Inside
 from paceline.transport.group import Group
 
@@ -60,10 +61,10 @@ class Cut:
     def options(self) -> dict[str, Any]:
         return self.strategy.options
 
-    def take(self, model: nn.Module, world: World) -> None:
-        """A model was cut."""
+    def take(self, model: nn.Module, world: World, *, offload: bool = False) -> None:
+        """A model was cut. `offload`: its parts lie in host memory."""
         self._world = world
-        self._models[id(model)] = part = _Part(model, self)
+        self._models[id(model)] = part = _Part(model, self, offload)
         if pipeline := pipeline_of(model):
             part.gathered = Gathered(model, pipeline, world.group, self.mesh)
 
@@ -210,9 +211,14 @@ class Cut:
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         self._kept.clear()
         self.reduced()
-        return self.strategy.finish(self._drives[id(optimizer)].shadows[id(optimizer)].follow())
+        part = self._drives[id(optimizer)]
+        steps = self.strategy.finish(part.shadows[id(optimizer)].follow())
+        part.fused = fuse(optimizer) if part.offload and steps else []
+        return steps
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, before in self._drives[id(optimizer)].fused:
+            group.update(before)
         self.strategy.stepped(self._drives[id(optimizer)].shadows[id(optimizer)])
 
     def cleared(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -353,8 +359,10 @@ class CutModel:
 class _Part:
     """A model that is cut, on this member."""
 
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, offload: bool) -> None:
         self.model = model
+        self.offload = offload
+        self.fused: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups of a step, and their options before
         self.split = vars(model).get("_paceline_split")  # what makes its members agree
         self.busy = False  # a pass has begun whose gradients the strategy has not seen
         self.exchanged = False  # since gradients were cleared

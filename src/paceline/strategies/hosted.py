@@ -101,6 +101,15 @@ def fused_on_cpu(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
     return known and "fused" in group and not ruled_out
 
 
+def fuse(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Have the next step be fused where it can be; groups, with what to put back behind it."""
+    found = [group for group in optimizer.param_groups if fused_on_cpu(optimizer, group) and not group["fused"]]
+    before = [(group, {key: group[key] for key in ("fused", "foreach")}) for group in found]
+    for group in found:
+        group.update(fused=True, foreach=None)
+    return before
+
+
 def _chunks(pairs: Sequence[tuple[Own, torch.Tensor, int]]) -> list[list[tuple[Own, torch.Tensor, int]]]:
     chunks: list[list[tuple[Own, torch.Tensor, int]]] = []
     size = 0

@@ -247,7 +247,7 @@ class Run(Collectives):
             split=split,
             sequence=sequence,
         )
-        self._cut.take(part, self._world)
+        self._cut.take(part, self._world, offload=offload == "parameters")
         return part
 
     def backward(self, model: torch.nn.Module, *batch: Any, loss: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
