@@ -216,7 +216,8 @@ def test_the_smallest_that_fits_is_found() -> None:
     assert tight.smallest.members > 1
     assert min(tight.smallest.at_once, tight.smallest.recomputed or 0) <= plain.at_once // 2
     fewer = memory_plan(gpt, inputs, members=tight.smallest.members - 1, memory=plain.at_once // 2)
-    assert fewer.best is None
+    fitting = [choice for choice in fewer.choices if choice.fits(plain.at_once // 2) != "no"]
+    assert all("stage" in choice.mesh or "split" in choice.mesh for choice in fitting)  # which not every model allows
     assert memory_plan(gpt, inputs, memory=1000).smallest is None
 
 

@@ -111,7 +111,9 @@ def test_run_gives_environment_output_and_codes() -> None:
         done = hosts.run(["sh", "-c", line], env={"MORE": "more"})
         assert [f.output for f in done] == [f"{i}/3 10.77.0.{i + 1} 10.77.0.1 more\n" for i in range(3)]
         start = time.monotonic()
-        done = hosts.run(["sh", "-c", "[ $HOSTS_RANK = 1 ] && exit 3; sleep 60"])
+        done = hosts.run(
+            ["sh", "-c", "[ $HOSTS_RANK = 1 ] && exit 3; exec sleep 60"]
+        )  # a shell could tell of its child's death before its own
         assert [f.code for f in done] == [-signal.SIGKILL, 3, -signal.SIGKILL]
         assert time.monotonic() - start < 10
 

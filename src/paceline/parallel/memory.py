@@ -198,11 +198,16 @@ class Reckoning:
             yield self.cut({}, members, offload=True)
 
     def smallest(self, memory: int) -> Choice | None:
-        """The choice with the fewest members that fits, without recomputing where that is possible."""
+        """The choice with the fewest members that fits, without recomputing where that is possible.
+
+        Whole and sharded replicas come first: they go with any model, where stages and splits may not.
+        """
         sizes = sorted({2**i for i in range(13)} | {3 * 2**i for i in range(11)})
-        for members in sizes:
+        for any_model, members in itertools.product((True, False), sizes):
             fitting = [(c.fits(memory) != "yes", i, c) for i, c in enumerate(self.choices(members))]
             fitting = [f for f in fitting if f[2].fits(memory) != "no"]
+            if any_model:
+                fitting = [f for f in fitting if "stage" not in f[2].mesh and "split" not in f[2].mesh]
             if fitting:
                 return min(fitting, key=lambda f: f[:2])[2]
         return None
