@@ -27,6 +27,14 @@ class Collectives:
         """The members that train together; another one where some come or go."""
         return self._world.group
 
+    @property
+    def rank(self) -> int:
+        return self._team.expected[0] if self._team else self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self._team.expected[1] if self._team else self.group.size
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return self._in_place(tensor, lambda group, t: group.all_reduce(t, op))
 
