@@ -17,6 +17,7 @@ import torch
 
 from paceline.strategies.rounds import Rounds
 from paceline.strategies.schedule import Place
+from paceline.strategies.strategy import World
 from paceline.strategies.unsaid import handed_on, tell_lost
 
 
@@ -152,5 +153,13 @@ class RoundState:
 
 
 def learnt_apart(own: Mapping[str, Any]) -> bool:
-    """Whether what a strategy has saved of a member holds weights since the last round."""
-    return any(own.get("rounds", {}).get("weights", ()))
+    """Whether what a strategy has saved of a member, perhaps of its parts, holds weights since the last round."""
+    return any(own.get("own", own).get("rounds", {}).get("weights", ()))
+
+
+def tell_left_out(world: World) -> None:
+    """A checkpoint holds what members had learnt apart, and nobody can go on from there."""
+    world.tell(
+        "the checkpoint was taken within a round of local steps: this run goes on from the weights of the last round, "
+        "and what members had learnt since is left out. Resume by local steps, on the same mesh, to keep it"
+    )

@@ -31,8 +31,9 @@ from paceline.checkpoint import (
 )
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.events import Events
+from paceline.parallel.cut import Cut
 from paceline.strategies import Local, Strategy, World
-from paceline.strategies.round_state import learnt_apart
+from paceline.strategies.round_state import learnt_apart, tell_left_out
 from paceline.transport.group import Group, solo
 
 
@@ -206,21 +207,15 @@ class Saver:
         if len(self._each) > 1:
             self._each = [own[r :: len(self._each)] for r in range(len(self._each))]
             own = self._each[0]
-        self._tell_of_rounds([state["strategy"] for state in own])
-        self._strategy.load_own_state([state["strategy"] for state in own])
+        mine = [state["strategy"] for state in own]
+        if not isinstance(self._strategy, Local | Cut) and any(learnt_apart(state) for state in mine):
+            tell_left_out(self._world)
+        self._strategy.load_own_state(mine)
         if own:
             set_random_states(own[0]["random"])
         else:  # a member that the saved run did not have
             seed_newcomer(self._seed, place["step"], self._group.rank)
         return int(place["step"]), int(place["epoch"]), int(place["epoch_step"])
-
-    def _tell_of_rounds(self, states: Sequence[dict[str, Any]]) -> None:
-        """What members had learnt apart is of use to local steps only."""
-        if not isinstance(self._strategy, Local) and any(learnt_apart(state) for state in states):
-            self._world.tell(
-                "the checkpoint was taken within a round of local steps: this run goes on from the weights of the last "
-                "round, and what members had learnt since is left out. Resume by local steps to keep it"
-            )
 
     def close(self) -> None:
         self.report(wait=True)
