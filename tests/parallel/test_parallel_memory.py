@@ -127,6 +127,7 @@ def test_frozen_parameters_have_neither_gradients_nor_state() -> None:
 _HOLDS = """
 import json, sys, torch
 import paceline
+sys.path.insert(0, "ROOT")
 from bench.models import GPT
 from paceline.parallel.pieces import local
 
@@ -151,7 +152,7 @@ print("HOLDS", json.dumps([weights, gradients, state]))
 @pytest.mark.parametrize(("strategy", "mesh"), [("zero(stage=1)", ""), ("zero(stage=2)", ""), ("allreduce", "shard=2")])
 def test_two_members_hold_what_was_reckoned(strategy: str, mesh: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(_HOLDS)
+    script.write_text(_HOLDS.replace("ROOT", str(Path(__file__).parents[2])))
     members = Cluster(2).run(script, settings=Settings(progress="off", strategy=strategy, mesh=mesh), limit_s=90)
     choice = memory_plan(gpt, torch.zeros(2, 64, dtype=torch.int64), members=2).choice(mesh, strategy)
     expected = [choice.parameters, choice.gradients, choice.state]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.parallel._runs import SAVED, check_killed, check_meshes, check_refused, run, saved
 
 # Every member trains a whole copy beside its part, on the batches of all: both must stay equal.
 EQUAL = """
@@ -78,12 +77,6 @@ for epoch in run.epochs(int(sys.argv[1])):
 """
 
 
-def run(tmp_path: Path, script: str, *args: str, more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "paceline", "run", *args, "train.py", *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=os.environ, cwd=tmp_path)
-
-
 @pytest.mark.parametrize(
     ("members", "mesh"),
     [
@@ -105,28 +98,7 @@ def test_it_equals_a_single_process(members: str, mesh: str, tmp_path: Path) -> 
 def test_checkpoints_pass_between_meshes_bit_by_bit(tmp_path: Path) -> None:
     """Each loads what the first had written, and trains nothing."""
     meshes = [("2", "shard=2"), ("4", "shard=2"), ("1", ""), ("4", "shard=4"), ("2", "")]
-    states = []
-    for members, mesh in meshes:
-        done = run(tmp_path, TRAINED + SAVED, "-n", members, "--mesh", mesh, "--name", "it", more=("1",))
-        assert done.returncode == 0, done.stderr
-        states.append(torch.load(tmp_path / "state.pt"))
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert all(torch.equal(state[name], states[0][name]) for name in state)
-
-
-SAVED = """
-run._strategy.together(keep=True)  # as before a checkpoint
-kept = {}
-if run.is_first:
-    for name, part in run._saver.parts.items():
-        if name.startswith(("model", "optimizer")):
-            saved = part.state_dict()
-            if name.startswith("optimizer"):
-                saved = {f"{i}.{k}": v for i, own in saved["state"].items() for k, v in own.items()}
-            kept |= {f"{name}.{key}": value for key, value in saved.items()}
-    torch.save(kept, "state.pt")
-"""
+    check_meshes(tmp_path, TRAINED, meshes)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +112,7 @@ if run.is_first:
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(args: list[str], said: str, tmp_path: Path) -> None:
-    done = run(tmp_path, TRAINED, *args, more=("1",))
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert not (tmp_path / "runs").exists()
+    check_refused(tmp_path, TRAINED, args, said)
 
 
 def test_a_script_that_does_not_cut_its_model_is_told_how(tmp_path: Path) -> None:
@@ -158,7 +127,7 @@ def test_parts_compute_in_bf16_as_wholes_do(tmp_path: Path) -> None:
         args = ["-n", "2", "--mesh", mesh, "--precision", "bf16", "--name", mesh or "whole"]
         done = run(tmp_path, TRAINED + SAVED, *args, more=("2",))
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     for name, value in ended[0].items():
         torch.testing.assert_close(value, ended[1][name], rtol=0.05, atol=0.02)
 
@@ -175,7 +144,7 @@ def test_replicas_agree_by_any_strategy(strategy: str, tmp_path: Path) -> None:
             tmp_path, text, "-n", members, "--mesh", mesh, "--strategy", strategy, "--name", f"n{members}", more=("2",)
         )
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     for name, value in ended[0].items():
         torch.testing.assert_close(value, ended[1][name], rtol=1e-4, atol=2e-6)
 
@@ -187,7 +156,7 @@ def test_a_function_makes_a_model_part_by_part(tmp_path: Path) -> None:
     for mesh in ("shard=2", "replicate=2"):
         done = run(tmp_path, script, "-n", "2", "--mesh", mesh, "--name", mesh[0], more=("0",))
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     assert ended[0]["model.0.0.weight"].std() > 0.1
     assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
 
@@ -210,7 +179,7 @@ def test_passes_that_are_added_up_are_one_step(tmp_path: Path) -> None:
     for script, mesh in ((once.replace(step, ADDED_UP.lstrip("\n")), "shard=2"), (once, "")):
         done = run(tmp_path, script, "-n", "4", "--mesh", mesh, "--name", mesh or "whole", more=("2",))
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     for name, value in ended[0].items():
         torch.testing.assert_close(value, ended[1][name], rtol=1e-4, atol=2e-6)
 
@@ -222,13 +191,7 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 
 def test_a_member_that_is_killed_ends_the_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    killed = "        if run.rank == 1 and run.step == 2: os.kill(os.getpid(), 9)\n        optimizer.step()\n"
-    script = "import os\n" + TRAINED.replace("        optimizer.step()\n", killed)
-    before = set(os.listdir("/dev/shm"))
-    done = run(tmp_path, script, "-n", "2", "--mesh", "shard=2", more=("1",))
-    assert done.returncode == 137, done.stderr
-    assert "rank 1 failed first: exit code -9 (SIGKILL)" in done.stderr
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "paceline" in name}
+    check_killed(tmp_path, TRAINED, "shard=2")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel._split_runs import SAVED, run
+from tests.parallel._runs import SAVED, check_killed, check_meshes, check_refused, run, saved
 
 # Every member trains a whole copy beside its part, on the batches of all: both must stay equal.
 EQUAL = """
@@ -132,15 +132,8 @@ def test_checkpoints_pass_between_meshes_bit_by_bit(tmp_path: Path) -> None:
         ("4", "shard=2,split=2"),
         ("2", "split=2"),
     ]
-    states = []
-    for members, mesh in meshes:
-        done = run(tmp_path, TRAINED + SAVED, "-n", members, "--mesh", mesh, "--name", "it", more=("1",))
-        assert done.returncode == 0, done.stderr
-        states.append(torch.load(tmp_path / "state.pt"))
-    assert states[0]["model.0.h.0.attn.c_attn.weight"].shape == (144, 48)
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert all(torch.equal(state[name], states[0][name]) for name in state)
+    state, _ = check_meshes(tmp_path, TRAINED, meshes)
+    assert state["model.0.h.0.attn.c_attn.weight"].shape == (144, 48)
 
 
 @pytest.mark.slow
@@ -152,7 +145,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
             args = ["-n", "2" if mesh else "1", "--mesh", mesh, "--name", name]
             done = run(tmp_path, TRAINED + SAVED, *args, more=(str(epochs),))
             assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     assert float(ended[0]["optimizer.0.0.step"]) == 8
     for name, value in ended[0].items():
         if name.startswith("model"):
@@ -166,7 +159,7 @@ def test_a_function_makes_a_model_part_by_part(tmp_path: Path) -> None:
     for mesh in ("split=2", "replicate=2"):
         done = run(tmp_path, script, "-n", "2", "--mesh", mesh, "--name", mesh[0], more=("0",))
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     assert ended[0]["model.0.h.0.attn.c_attn.weight"].std() > 0.05
     assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
 
@@ -208,7 +201,7 @@ def test_replicas_agree_by_any_strategy(strategy: str, tmp_path: Path) -> None:
         args = ["-n", members, "--mesh", mesh, "--strategy", strategy, "--name", f"n{members}"]
         done = run(tmp_path, script, *args, more=("2",))
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     for name, value in ended[0].items():
         torch.testing.assert_close(value, ended[1][name], rtol=1e-6, atol=1e-8)
 
@@ -221,7 +214,7 @@ def test_parts_compute_in_bf16_as_wholes_do(tmp_path: Path) -> None:
         script = TRAINED.replace("AdamW(model.parameters(), lr=0.01)", "SGD(model.parameters(), lr=0.1)") + SAVED
         done = run(tmp_path, script, *args, more=("2",))
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     for name, value in ended[0].items():
         torch.testing.assert_close(value, ended[1][name], rtol=0.05, atol=0.02)
 
@@ -295,13 +288,23 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(args: list[str], said: str, tmp_path: Path) -> None:
-    done = run(tmp_path, TRAINED, *args, more=("1",))
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert not (tmp_path / "runs").exists()
+    check_refused(tmp_path, TRAINED, args, said)
 
 
 def test_a_plan_is_checked_in_a_run_of_one(tmp_path: Path) -> None:
     script = TRAINED.replace("GPT(dropout=0.0)", "GPT(), split={'*.c_atn': 'qkv'}")
     done = run(tmp_path, script, "-n", "1", more=("1",))
     assert "split={'*.c_atn': ...} matches no module of the model" in done.stderr
+
+
+def test_a_member_that_is_killed_ends_the_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    check_killed(tmp_path, TRAINED, "split=2")
+
+
+def test_members_of_a_split_that_have_other_batches_are_told(tmp_path: Path) -> None:
+    script = TRAINED.replace(
+        "        optimizer.zero_grad()\n", "        a = (a + run.rank) % 5\n        optimizer.zero_grad()\n", 1
+    )
+    done = run(tmp_path, script, "-n", "2", "--mesh", "split=2", more=("1",))
+    assert done.returncode == 1
+    assert "members that work on one batch were given different ones" in done.stderr

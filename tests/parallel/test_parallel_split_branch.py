@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel._split_runs import SAVED, run
+from tests.parallel._runs import SAVED, run, saved
 
 # A branch goes on only when the other one has begun: one after the other they would wait for ever.
 MEET = """
@@ -61,6 +61,7 @@ class Model(nn.Module):
 run = paceline.join(progress="off", checkpoint_keep=0)
 model = run.model(Model(), split={"left": 0, "right": 1})
 optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+torch.manual_seed(run.seed)
 x, y = torch.randn(5, 4), torch.randint(3, (5,))
 F.cross_entropy(model(x), y).backward()
 optimizer.step()
@@ -136,10 +137,10 @@ def test_a_branch_lives_on_one_member_and_checkpoints_have_all(tmp_path: Path) -
         held = {line.split("HELD ")[1] for line in done.stdout.splitlines() if "HELD " in line}
         if mesh:  # 56 of the stem; towers of 645, 165 and 485
             assert held == {"0 701", "1 706"}
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path)[0])
     done = run(tmp_path, TRAINED + SAVED, "-n", "1", "--name", "alone", more=("2",))
     assert done.returncode == 0, done.stderr
-    alone = torch.load(tmp_path / "state.pt")
+    alone = saved(tmp_path)[0]
     assert "model.0.towers.1.1.running_mean" in alone
     for name, value in ended[0].items():
         torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.parallel.lay import Lay, even
-from tests.parallel._split_runs import run
+from tests.parallel._runs import run
 
 # Each line: of x (in parts along `dim`) and w (whole), and whether it is done on parts.
 RULES = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from paceline.testing.hosts import Hosts
+from tests.parallel._runs import SAVED, check_killed, check_meshes, run, saved
 
 MODELS = """
 import copy, sys, torch, paceline
@@ -160,12 +159,6 @@ print(f"EQUAL {run.rank} {held:.3f}", flush=True)
 )
 
 
-def run(tmp_path: Path, script: str, *args: str, more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "paceline", "run", *args, "train.py", *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=os.environ, cwd=tmp_path)
-
-
 SLOW = pytest.mark.slow
 
 
@@ -246,20 +239,6 @@ for epoch in run.epochs(int(sys.argv[1])):
 """
 )
 
-SAVED = """
-run._strategy.together(keep=True)  # as before a checkpoint
-kept = {}
-if run.is_first:
-    for name, part in run._saver.parts.items():
-        if name.startswith(("model", "optimizer")):
-            saved = part.state_dict()
-            if name.startswith("optimizer"):
-                kept["names"] = saved["names"], saved["trained"], [g["params"] for g in saved["param_groups"]]
-                saved = {f"{i}.{k}": v for i, own in saved["state"].items() for k, v in own.items()}
-            kept |= {f"{name}.{key}": value for key, value in saved.items()}
-    torch.save(kept, "state.pt")
-"""
-
 
 @pytest.mark.slow
 def test_checkpoints_pass_between_meshes_bit_by_bit(tmp_path: Path) -> None:
@@ -272,16 +251,8 @@ def test_checkpoints_pass_between_meshes_bit_by_bit(tmp_path: Path) -> None:
         ("4", "shard=2,stage=2"),
         ("2", "stage=2"),
     ]
-    states = []
-    for members, mesh in meshes:
-        done = run(tmp_path, TRAINED + SAVED, "-n", members, "--mesh", mesh, "--name", "it", more=("1",))
-        assert done.returncode == 0, done.stderr
-        states.append(torch.load(tmp_path / "state.pt"))
-    assert len(states[0]["names"][0]) == 2
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert state.pop("names") == states[0]["names"]
-        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+    _, (names, _, _) = check_meshes(tmp_path, TRAINED, meshes)
+    assert len(names) == 2
 
 
 @pytest.mark.slow
@@ -293,10 +264,11 @@ def test_a_run_goes_on_in_stages_where_it_stopped(tmp_path: Path) -> None:
             name = f"n{len(parts)}"
             done = run(tmp_path, TRAINED + SAVED, "-n", members, "--mesh", mesh, "--name", name, more=(epochs,))
             assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
-    assert ended[0].pop("names") == ended[1].pop("names")
-    for name, value in ended[0].items():
-        torch.testing.assert_close(value, ended[1][name], rtol=1e-3, atol=1e-3 if "model" in name else 1e-4)
+        ended.append(saved(tmp_path))
+    (first, names), (second, called) = ended
+    assert names == called
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-3, atol=1e-3 if "model" in name else 1e-4)
 
 
 @pytest.mark.slow
@@ -309,10 +281,11 @@ def test_replicas_agree_by_any_strategy(strategy: str, tmp_path: Path) -> None:
         args = ("-n", members, "--mesh", mesh, "--strategy", strategy, "--name", f"n{members}")
         done = run(tmp_path, script, *args, more=("2",))
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
-    assert ended[0].pop("names") == ended[1].pop("names")
-    for name, value in ended[0].items():
-        torch.testing.assert_close(value, ended[1][name], rtol=1e-7, atol=1e-9)
+        ended.append(saved(tmp_path))
+    (first, names), (second, called) = ended
+    assert names == called
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-7, atol=1e-9)
 
 
 CONSTANT = """
@@ -341,11 +314,12 @@ def test_a_function_makes_a_model_stage_by_stage(tmp_path: Path) -> None:
         outs.append(done.stdout.split("OUT ")[1].split()[0])
         if mesh == "stage=2":
             assert "[1] HAS ['5.weight', '5.bias', '6.weight'" in done.stdout
-        ended.append(torch.load(tmp_path / "state.pt"))
+        ended.append(saved(tmp_path))
     assert outs[0] == outs[1]
-    assert ended[0]["model.0.0.weight"].std() > 0.1
-    assert ended[0].pop("names") == ended[1].pop("names")
-    assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
+    (first, names), (second, called) = ended
+    assert first["model.0.0.weight"].std() > 0.1
+    assert names == called
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 ADDED_UP = """
@@ -366,10 +340,11 @@ def test_passes_that_are_added_up_are_one_step(tmp_path: Path) -> None:
     for script, members, mesh in ((once.replace(step, ADDED_UP.lstrip("\n")), "2", "stage=2"), (once, "1", "")):
         done = run(tmp_path, script, "-n", members, "--mesh", mesh, "--name", mesh or "whole", more=("2",))
         assert done.returncode == 0, done.stderr
-        ended.append(torch.load(tmp_path / "state.pt"))
-    assert ended[0].pop("names") == ended[1].pop("names")
-    for name, value in ended[0].items():
-        torch.testing.assert_close(value, ended[1][name], rtol=1e-7, atol=1e-9)
+        ended.append(saved(tmp_path))
+    (first, names), (second, called) = ended
+    assert names == called
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -380,11 +355,12 @@ def test_stages_compute_in_bf16_as_wholes_do(tmp_path: Path) -> None:
         done = run(tmp_path, TRAINED + SAVED + "print('LOSS', loss.dtype)", *args, more=("2",))
         assert done.returncode == 0, done.stderr
         assert "LOSS torch.float32" in done.stdout
-        ended.append(torch.load(tmp_path / "state.pt"))
-    assert ended[0].pop("names") == ended[1].pop("names")
-    for name, value in ended[0].items():
+        ended.append(saved(tmp_path))
+    (first, names), (second, called) = ended
+    assert names == called
+    for name, value in first.items():
         if name.startswith("model"):
-            torch.testing.assert_close(value, ended[1][name], rtol=0.1, atol=0.05)
+            torch.testing.assert_close(value, second[name], rtol=0.1, atol=0.05)
 
 
 DROPOUT = (
@@ -423,13 +399,14 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 
 def test_a_member_that_is_killed_ends_the_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    killed = "        if run.rank == 1 and run.step == 2: os.kill(os.getpid(), 9)\n        optimizer.step()\n"
-    script = "import os\n" + TRAINED.replace("        optimizer.step()\n", killed)
-    before = set(os.listdir("/dev/shm"))
+    check_killed(tmp_path, TRAINED, "stage=2")
+
+
+def test_members_of_a_pipeline_that_have_other_batches_are_told(tmp_path: Path) -> None:
+    script = TRAINED.replace("run.backward(model, a, b,", "run.backward(model, a, b.roll(run.rank),")
     done = run(tmp_path, script, "-n", "2", "--mesh", "stage=2", more=("1",))
-    assert done.returncode == 137, done.stderr
-    assert "rank 1 failed first: exit code -9 (SIGKILL)" in done.stderr
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "paceline" in name}
+    assert done.returncode == 1
+    assert "members that work on one batch were given different ones" in done.stderr
 
 
 REFUSED = (
@@ -468,6 +445,7 @@ def trained(model, *batch, **options):
     part = run.model(model)
     run.optimizer(torch.optim.SGD(part.parameters(), lr=0.1), part)
     return run.backward(part, *batch, **options)
+torch.manual_seed(run.seed)
 x, y = torch.randn(8, 10), torch.randint(7, (8,))
 two = lambda: nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 7))
 tried(lambda: run.model(Branches()), "train.py:", "if x.sum() > 0", "Let forward not depend")

@@ -24,15 +24,17 @@ from torch.autograd import Variable
 
 from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
+from paceline.parallel.along import along
 from paceline.parallel.gathered import Gathered, clip_over_stages
-from paceline.parallel.pieces import Pieces, fill, like, local, whole
+from paceline.parallel.pieces import Pieces, local
 from paceline.parallel.pipeline import Loss, Under, pipeline_of
+from paceline.parallel.wholes import EveryTensor, Wholes, load_model, parts_of
 from paceline.strategies import AllReduce, Local, Strategy, Tally, World
 from paceline.strategies.buckets import PACE, SAMPLES
 from paceline.strategies.engine import report_bad
 from paceline.strategies.hosted import fuse
+from paceline.strategies.round_state import learnt_apart, tell_left_out
 from paceline.strategies.strategy import Inside
-from paceline.transport.group import Group
 
 _WEIGHT, _WISH, _BAD = range(3)
 _WORDS = 3
@@ -64,9 +66,9 @@ class Cut:
     def take(self, model: nn.Module, world: World, *, offload: bool = False) -> None:
         """A model was cut. `offload`: its parts lie in host memory."""
         self._world = world
-        self._models[id(model)] = part = _Part(model, self, offload)
-        if pipeline := pipeline_of(model):
-            part.gathered = Gathered(model, pipeline, world.group, self.mesh)
+        pipeline = pipeline_of(model)
+        wholes = Gathered(model, pipeline, world.group, self.mesh) if pipeline else EveryTensor(model, world.group)
+        self._models[id(model)] = _Part(model, self, wholes, offload)
 
     def backward(self, model: nn.Module, inputs: Sequence[Any], target: Any, loss: Loss, under: Under) -> torch.Tensor:
         """Forward, loss and backward of a model in stages; the mean loss of the batch.
@@ -118,23 +120,13 @@ class Cut:
                         "was cut: make the optimizer after model = run.model(model), from its parameters"
                     )
         if part.inside is None:
-            part.inside = Inside(world, self._alike(world.group), tally=Tally(), check_finite=False)
+            part.inside = Inside(world, along(self.mesh, world.group, "replicate"), tally=Tally(), check_finite=False)
             part.pieces = Pieces(model)
         assert part.pieces
         part.shadows[id(optimizer)] = shadow = _Shadow(optimizer, part.pieces)
-        if part.gathered:
-            part.gathered.check(optimizer)
+        part.wholes.check(optimizer)
         self._drives[id(optimizer)] = part
         self.strategy.attach(part.pieces, shadow, part.inside)
-
-    def _alike(self, group: Group) -> Group:
-        """The members that hold the same parts."""
-        return self._along(group, "replicate")
-
-    def _along(self, group: Group, *dimensions: str) -> Group:
-        """This member's group along dimensions; all members make all of them."""
-        every = dict.fromkeys(tuple(self.mesh.along(rank, *dimensions)) for rank in range(group.size))
-        return next(each for each in [group.subgroup(ranks) for ranks in every] if each)
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
@@ -247,35 +239,12 @@ class Cut:
         self.strategy.together(keep=keep, end=end)
         assert self._world
         for part in self._models.values():
-            alike = part.gathered.alike if part.gathered else self._world.group
             for buffer in part.model.buffers():
-                alike.broadcast(local(buffer), getattr(buffer, "home", 0))  # a branch has another member's
+                part.wholes.alike.broadcast(local(buffer), getattr(buffer, "home", 0))  # a branch has another member's
         if keep:
             with self.strategy.showing():
-                self._keep_all()
-
-    def _keep_all(self) -> None:
-        """Put the parts together, tensor by tensor, on the first member."""
-        assert self._world
-        first = self._world.group.rank == 0
-        for part in self._models.values():
-            if part.gathered:
-                self._kept |= part.gathered.keep([shadow.of for shadow in part.shadows.values()])
-                continue
-            named = part.model.state_dict(keep_vars=True)
-            state = {name: _host(whole(t.detach(), t), first) for name, t in named.items()}
-            for shadow in part.shadows.values():
-                ps = [p for group in shadow.of.param_groups for p in group["params"]]
-                self._kept[id(shadow.of)] = {
-                    "state": {
-                        i: {
-                            k: _host(whole(v, ps[i]), first) if isinstance(v, torch.Tensor) else v
-                            for k, v in own.items()
-                        }
-                        for i, own in shadow.of.state_dict()["state"].items()
-                    }
-                }
-            self._kept[id(part.model)] = state
+                for part in self._models.values():
+                    self._kept |= part.wholes.keep([shadow.of for shadow in part.shadows.values()])
 
     def state_of(self, part: Any) -> dict[str, Any]:
         """All of a model's or an optimizer's state, as `together(keep=True)` has put it together on the first."""
@@ -283,15 +252,7 @@ class Cut:
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Take this member's parts out of the whole."""
-        own = model.state_dict(keep_vars=True)
-        if gathered := self._models[id(model)].gathered:
-            state = gathered.mine(state)
-        if odd := sorted(own.keys() ^ state.keys()):
-            raise RuntimeError(f"{odd[0]!r} is in only one of the model and its checkpoint")
-        for name, tensor in own.items():
-            if tensor.shape != state[name].shape:
-                raise RuntimeError(f"{name!r} has shape {tuple(tensor.shape)}, and {tuple(state[name].shape)} there")
-            fill(tensor, state[name])
+        load_model(model, self._models[id(model)].wholes.mine(state))
 
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: Sequence[Sequence[str]]
@@ -301,19 +262,7 @@ class Cut:
         Args:
             names: of the parameters of each group, in the checkpoint.
         """
-        if gathered := self._drives[id(optimizer)].gathered:
-            state = gathered.own_optimizer(optimizer, state, names)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return {
-            **state,
-            "state": {
-                i: {
-                    k: like(parameters[i], v) if isinstance(v, torch.Tensor) and v.shape == parameters[i].shape else v
-                    for k, v in own.items()
-                }
-                for i, own in state["state"].items()
-            },
-        }
+        return parts_of(optimizer, self._drives[id(optimizer)].wholes.own_optimizer(optimizer, state, names))
 
     def showing(self) -> contextlib.AbstractContextManager[None]:
         return self.strategy.showing()
@@ -338,6 +287,9 @@ class Cut:
         if len(states) == 1 and states[0].get("mesh") == list(self.mesh):
             self.strategy.load_state_dict(states[0]["common"])
             self.strategy.load_own_state([states[0]["own"]])
+        elif any(learnt_apart(state) for state in states):
+            assert self._world
+            tell_left_out(self._world)
 
     def close(self, *, failed: bool = False) -> None:
         self.strategy.close(failed=failed)
@@ -359,8 +311,9 @@ class CutModel:
 class _Part:
     """A model that is cut, on this member."""
 
-    def __init__(self, model: nn.Module, cut: Cut, offload: bool) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, wholes: Wholes, offload: bool) -> None:
         self.model = model
+        self.wholes = wholes
         self.offload = offload
         self.fused: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups of a step, and their options before
         self.split = vars(model).get("_paceline_split")  # what makes its members agree
@@ -370,7 +323,6 @@ class _Part:
         self.inside: Inside | None = None
         self.pieces: Pieces | None = None
         self.shadows: dict[int, _Shadow] = {}  # by id of the optimizer
-        self.gathered: Gathered | None = None  # where members have stages
         self._pass = -1
         self._cut = weakref.ref(cut)
         model.register_forward_hook(self._forward)
@@ -424,7 +376,3 @@ def _tensors(out: Any) -> Iterator[torch.Tensor]:
 
 def _finite(gradient: torch.Tensor | None) -> bool:
     return gradient is None or bool(torch.isfinite(local(gradient)).all())
-
-
-def _host(tensor: torch.Tensor, keep: bool) -> torch.Tensor | None:
-    return tensor.detach().to("cpu", copy=True) if keep else None

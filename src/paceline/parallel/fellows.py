@@ -75,6 +75,12 @@ class Fellows:
     def part(self, whole: torch.Tensor, lay: Lay) -> torch.Tensor:
         return lay.part(whole.detach(), self.rank).contiguous()
 
+    def agree(self, number: int) -> bool:
+        """Whether all have the same."""
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        most = self.sum(torch.tensor([number, -number], device=device), dist.ReduceOp.MAX).tolist()
+        return bool(most[0] == -most[1])
+
     def same(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Everyone's becomes one member's, in place."""
         dist.broadcast(tensor, group=self.group, group_src=root)

@@ -16,6 +16,7 @@ from torch import nn
 from paceline.checkpoint import pack, unpack
 from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
+from paceline.parallel.along import along
 from paceline.parallel.pieces import whole
 from paceline.parallel.pipeline import Pipeline, pipeline_of
 from paceline.strategies.replicas import names_of
@@ -25,14 +26,13 @@ _PART_BYTES = 1 << 26
 
 
 class Gathered:
-    """That of one model and its optimizers."""
+    """That of one model and its optimizers; see `wholes.Wholes`."""
 
     def __init__(self, model: nn.Module, pipeline: Pipeline, group: Group, mesh: Mesh) -> None:
         self._model, self._layout, self._stages = model, pipeline.layout, pipeline.group
         self._first = group.rank == 0
         self._tells = group.rank in mesh.along(0, "stage")  # its state goes to the first member
-        every = dict.fromkeys(tuple(mesh.along(rank, "replicate", "shard")) for rank in range(group.size))
-        self.alike = next(g for g in [group.subgroup(ranks) for ranks in every] if g)  # who has the same stages
+        self.alike = along(mesh, group, "replicate", "shard")  # who has the same stages
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Groups must be those of a run without stages, as far as this member has them."""

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from paceline.core.errors import ConfigError
+from paceline.parallel.alike import fingerprint, refuse_unlike
 from paceline.parallel.nested import each
 from paceline.parallel.pieces import around, local
 from paceline.parallel.post import Post
@@ -95,7 +96,7 @@ class Pipeline:
             under: what forward passes run under.
         """
         count = _samples(inputs)
-        self._settle(count, everyone)
+        self._settle(count, everyone, [*inputs, target])
         micros = _split(self._bound(inputs, {}), target, count, self._micros)
         self._expect(("F", "B"))
         total = torch.zeros((), dtype=torch.float64)
@@ -253,10 +254,12 @@ class Pipeline:
 
     # ---- around them
 
-    def _settle(self, count: int, everyone: Group) -> None:
-        """In the first pass: how many micro-batches there are, the same for all members."""
+    def _settle(self, count: int, everyone: Group, batch: Sequence[Any]) -> None:
+        """In the first pass: whether the pipeline's members have one batch, and how many micro-batches all cut."""
         if self._micros:
             return
+        prints = self.group.all_gather(torch.tensor([fingerprint(batch)]))
+        refuse_unlike(all(torch.equal(one, prints[0]) for one in prints))
         wanted = self._wanted or min(_MICROS_EACH * self.group.size, count)
         most = max(int(n) for n in everyone.all_gather(torch.tensor([wanted])))
         if self._schedule == "interleaved":

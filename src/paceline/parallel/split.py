@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paceline.core.errors import ConfigError
 from paceline.parallel import rules_of_heads  # noqa: F401  # they are found by name
+from paceline.parallel.alike import fingerprint, refuse_unlike
 from paceline.parallel.branch import Branch, Branches, Pending, lays_of, members_of
 from paceline.parallel.fellows import Fellows
 from paceline.parallel.lay import Lay, even
@@ -124,7 +125,7 @@ class Split:
     def watch(self, model: nn.Module, *, apart: bool) -> None:
         """Have forward passes see parts; `apart`: layers are called by themselves, too, by those who put them together
         or compute them again."""
-        model.register_forward_pre_hook(self._begin)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         self._seen: list[_Seen] = []
         for layer in list(layers(model)) if apart else ():
@@ -137,9 +138,10 @@ class Split:
                 lambda module, args, named: (pack(args), pack(named)), prepend=True, with_kwargs=True
             )
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
+    def _begin(self, model: nn.Module, args: Any, named: Any) -> None:
         if model.training and not self._alike:
             self._alike = True
+            refuse_unlike(self.fellows.agree(fingerprint([args, named])))
             self.agree_on_random()
         self._seen.append(self.see(model))
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
+from paceline.parallel.along import along
 from paceline.parallel.balance import balanced, by_name, costs_of, layers_of, nbytes_of
 from paceline.parallel.outline import initialise
 from paceline.parallel.pipeline import Pipeline, staged
@@ -64,7 +65,7 @@ def stage(
     if outlined:
         initialise(model, torch.device("cpu") if offload else device, seed)
     prune(model, layout, member)
-    mine, letters = (_along(mesh, group) for _ in range(2))
+    mine, letters = (along(mesh, group, "stage") for _ in range(2))
     names = [str(node.target) for node in found.graph.nodes if node.op == "placeholder"]
     post = Post(letters, how.limit_s, device)
     staged(model, Pipeline(stages, modules, layout, mine, post, how=how, device=device, names=names))
@@ -141,10 +142,8 @@ def _take(
                     made = torch.empty_like(tensor, device=home)
                     tensors[name] = nn.Parameter(made, tensor.requires_grad) if tensors is part._parameters else made
                 elif tensor.device.type != home.type and not hasattr(tensor, "_local_tensor"):
-                    tensors[name] = nn.Parameter(tensor.to(home)) if tensors is part._parameters else tensor.to(home)
-
-
-def _along(mesh: Mesh, group: Group) -> Group:
-    """The members of this pipeline; all members make all of them."""
-    every = dict.fromkeys(tuple(mesh.along(rank, "stage")) for rank in range(group.size))
-    return next(each for each in [group.subgroup(ranks) for ranks in every] if each)
+                    tensors[name] = (
+                        nn.Parameter(tensor.to(home), tensor.requires_grad)
+                        if tensors is part._parameters
+                        else tensor.to(home)
+                    )
