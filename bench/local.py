@@ -1,8 +1,8 @@
 """Four hosts that train apart over slow links: DDP, DDP with PostLocalSGD, and our local steps.
 
   speedup_10mbit, _100mbit, _1gbit   DDP's time to the target / that of the fastest of ours
-  bytes_ratio, bytes_ratio_sparse    bytes that left a host with DDP / with diloco, with sparseloco, step for step
-  loss_gap_nats, _sparse             held-out loss at the end with diloco, with sparseloco, less that with DDP
+  bytes_ratio, bytes_ratio_sparse    bytes that left a host with DDP / with diloco, with sparse diloco, step for step
+  loss_gap_nats, _sparse             held-out loss at the end with diloco, with sparse diloco, less that with DDP
   compute_share                      time of the steps without any exchange / of the fastest of ours, at 10 Mbit/s
   *_cnn                              the same for the Fashion-MNIST CNN, whose gap is in points of accuracy; those
                                      without are the character GPT's
@@ -41,7 +41,7 @@ from paceline.testing.hosts import Hosts
 
 SIZE = 4
 RATES = ("10mbit", "100mbit", "1gbit")
-QUICK = ("alone", "ddp", "diloco", "sparseloco")
+QUICK = ("alone", "ddp", "diloco", "sparse diloco")
 PEERS = ("alone", "ddp", "ddp post-local", "torchft diloco")
 ALLOWED = {"gpt": 0.02, "cnn": 0.003}
 GOALS = {
@@ -261,7 +261,7 @@ def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Run
         if ours and "alone" in taken:
             figure = compare(f"compute_share{end}", seconds(taken[ours]), seconds(taken["alone"]))
             report.add(replace(figure, ours=f"{ours} at {slowest}, {figure.ours}", goal=GOALS["compute_share"]))
-        for side, name in ("diloco", "bytes_ratio"), ("sparseloco", "bytes_ratio_sparse"):
+        for side, name in ("diloco", "bytes_ratio"), ("sparse diloco", "bytes_ratio_sparse"):
             if side in taken and "ddp" in taken:
                 sent = {n: statistics.mean(t["sent_bytes"] for t in taken[n]) for n in (side, "ddp")}
                 words = {n: f"{n} {short(value / 1e3)} kB/step" for n, value in sent.items()}
@@ -277,7 +277,7 @@ def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Run
         mean, half = gap(plain, runs, rising)
         times_100 = 100 if rising else 1
         unit = "accuracy_gap_points" if rising else "loss_gap_nats"
-        name = {"diloco": unit, "sparseloco": f"{unit}_sparse"}.get(side, f"{unit} {side}")
+        name = {"diloco": unit, "sparse diloco": f"{unit}_sparse"}.get(side, f"{unit} {side}")
         figure = Figure(
             name=name,
             value=times_100 * mean,
