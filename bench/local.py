@@ -10,8 +10,8 @@
 The target is what DDP has at its end, less what may be lost: 0.02 nats, 0.3 points. What sides learn is from real
 training by processes of this host (`_local_quality`); `--outcomes FILE` keeps it, for another machine or another go.
 The table of averages is from there too. Steps are timed on network namespaces with shaped links, which needs root:
-bytes, codecs and optimizers are real, compute is a calibrated sleep (`_local_worker`). Every block timed is a whole
-round. Sides that do not reach the target have no speedup.
+bytes, codecs and optimizers are real, compute is a sleep as long as this machine takes for it (`_local_worker`). Every
+block timed is a whole round. Sides that do not reach the target have no speedup.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def main() -> None:
             _plot(Path(options.plot), task, {r: times[task, r] for r in rates if (task, r) in times}, learnt[task])
     if "gpt" in chosen:
         report.note(f"text: {tasks.text()[1]}; AdamW inside, for all sides alike")
-    report.note(f"{SIZE} hosts x 1 thread, load average {os.getloadavg()[0]:.1f}; compute is slept, bytes are real")
+    report.note(
+        f"{SIZE} hosts such as this one, load average {os.getloadavg()[0]:.1f}; compute is slept, bytes are real"
+    )
     report.note("ours is encrypted between hosts, gloo is not; PostLocalSGD averages every 50 steps, without warm-up")
     return report.finish(options.json)
 
@@ -163,8 +165,8 @@ def _timed(
     repeats, enough = (1 if options.quick else 2), len(os.sched_getaffinity(0)) >= SIZE * len(rates)
     for task in chosen:
         named = replace(network.TASKS[task], batch_size=tasks.TASKS[task].batch)
-        compute = network.calibrate(named)
-        print(f"{task}: compute of a step, alone with one thread: {short(1e3 * compute.step_s)} ms; slept", flush=True)
+        compute = network.calibrate(named, threads=len(os.sched_getaffinity(0)))
+        print(f"{task}: compute of a step, with the whole machine: {short(1e3 * compute.step_s)} ms; slept", flush=True)
         report.extra[f"compute_ms_{task}"] = 1e3 * compute.step_s
         with ThreadPoolExecutor(len(rates) if enough else 1) as pool:
             runs = {rate: pool.submit(_measure, task, compute, rate, names, repeats, options.torchft) for rate in rates}
