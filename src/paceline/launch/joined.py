@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from paceline.core.errors import ConfigError
 from paceline.launch import reach
 from paceline.launch.kit import Kit, spec_of
@@ -32,6 +34,7 @@ class JoinedHost:
 
     Args:
         labels: of the members here.
+        cwd: of the members; "": the launcher's.
         say: gets what happens here, in a line.
     """
 
@@ -43,6 +46,7 @@ class JoinedHost:
         show: Show,
         *,
         labels: tuple[str, ...] = (),
+        cwd: str = "",
         drain_s: float = 10.0,
         notice_s: float = 3.0,
         grace_s: float = 5.0,
@@ -52,6 +56,7 @@ class JoinedHost:
         self._where = where
         self._say = say
         work = fetch(where.address, where.token, limit_s)
+        work = msgspec.structs.replace(work, cwd=cwd or work.cwd)
         self.slots = min(slots, work.most)
         self.dir = Path(work.settings.root) / work.settings.name
         self._limit_s = work.settings.wait_limit_s
@@ -78,6 +83,11 @@ class JoinedHost:
         except ConfigError:
             return True
         return found is None or found.token != self._where.token
+
+    @property
+    def running(self) -> dict[int, int]:
+        """Process numbers of the members here, by id."""
+        return self._crew.running
 
     @property
     def reason(self) -> str:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,9 @@ from paceline.launch.spec import Elastic
 from paceline.membership.process import Show
 from paceline.transport.address import is_loopback
 from paceline.transport.wires import own_address
+
+if TYPE_CHECKING:
+    from paceline.launch.ground import Remote
 
 _LOOK_S = 3.0  # between two readings of the list
 _PROGRAM_LIMIT_S = 30.0
@@ -131,7 +134,7 @@ class _Post:
     """One host."""
 
     room: Room
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Remote | None = None
     began: float = 0.0
     fails: int = 0  # in a row
     again_at: float = 0.0
@@ -160,7 +163,7 @@ class Posts:
         self._where = msgspec.json.encode(where) + b"\n"
         self._show = show
         self._say = say
-        self._wanted = read(elastic.hosts)
+        self._wanted = self._list()
         self._posts: dict[str, _Post] = {}
         self._complained = ""
         self._closed = threading.Event()
@@ -197,16 +200,20 @@ class Posts:
 
     def _look(self) -> None:
         try:
-            self._wanted, self._complained = read(self._elastic.hosts), ""
+            self._wanted, self._complained = self._list(), ""
         except (ConfigError, OSError) as error:  # who is there stays
             if str(error) != self._complained:
                 self._complained = str(error)
                 self._say(f"warning: {error}; the hosts that are known stay")
 
+    def _list(self) -> dict[str, Room]:
+        ground = self._elastic.ground
+        return dict(ground.hosts()) if ground else read(self._elastic.hosts)
+
     def _turn(self, name: str, post: _Post, now: float) -> None:
         wanted = self._wanted.get(name) == post.room
         if post.process and post.process.poll() is not None:
-            code, post.process = post.process.returncode, None
+            code, post.process = post.process.returncode or 0, None
             if wanted and post.leaves_by is None:
                 self._wait(name, post, code, now)
         if post.process is None and (post.leaves_by is not None or not wanted):
@@ -214,7 +221,8 @@ class Posts:
         elif post.process is None and now >= post.again_at:
             self._start(name, post)
         elif post.process and not wanted and post.leaves_by is None:
-            self._say(f"host {name} is not in {self._elastic.hosts} as before: it is drained")
+            listed = "there" if self._elastic.ground else f"in {self._elastic.hosts}"
+            self._say(f"host {name} is not {listed} as before: it is drained")
             post.leaves_by = now + _LEAVE_S
             _end_input(post)
         elif post.process and post.leaves_by is not None and now >= post.leaves_by:
@@ -229,6 +237,10 @@ class Posts:
             self._say(f"the agent of host {name} ended ({how(code)}); it is started again in {wait_s:g} s")
 
     def _start(self, name: str, post: _Post) -> None:
+        if ground := self._elastic.ground:
+            post.process, post.began = ground.start(name, post.room, self._where), time.monotonic()
+            threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True).start()
+            return
         words, first = self._way(name, post.room)
         pipe = subprocess.PIPE
         try:
@@ -257,7 +269,7 @@ class Posts:
         words = [word.replace("{host}", name) for word in shlex.split(self._elastic.start_on)]
         return [*words, *map(shlex.quote, command(name, room))], b""
 
-    def _pass_on(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def _pass_on(self, name: str, process: subprocess.Popen[bytes] | Remote) -> None:
         """What an agent prints: its members' lines as those of members, its own with the host's name.
 
         Where its disk is another one, its members' lines are kept here too, for `paceline logs`.

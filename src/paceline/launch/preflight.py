@@ -221,7 +221,9 @@ class Preflight:
             return dict(zip(hosts, pool.map(work, hosts)))
 
 
-def compare(here: Mapping[str, Any], there: Mapping[str, Facts]) -> list[str]:
+def compare(
+    here: Mapping[str, Any], there: Mapping[str, Facts], otherwise: str = ", or give --python PATH"
+) -> list[str]:
     """What of the versions differs from this host's, a line for each host and thing.
 
     >>> facts = dict(executable="python3", cores=2, gpus=0, cwd=True, shared=True, rsync=False, name="b")
@@ -236,8 +238,8 @@ def compare(here: Mapping[str, Any], there: Mapping[str, Facts]) -> list[str]:
             if _counts(name, own) != _counts(name, its):
                 has = f"has {_title(name)} {its}" if its else f"has no {_title(name)}"
                 found.append(
-                    f"host {host}: {has} (of {facts.executable}), this host {own or 'none'}; install the same there, "
-                    "or give --python PATH"
+                    f"host {host}: {has} (of {facts.executable}), this host {own or 'none'}; install the same there"
+                    f"{otherwise}"
                 )
     return found
 

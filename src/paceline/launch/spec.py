@@ -7,12 +7,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.core import labels
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.membership.agent import Outcome
+
+if TYPE_CHECKING:
+    from paceline.launch.ground import Ground
 
 
 class Way(Protocol):
@@ -42,6 +45,7 @@ class Elastic:
     hosts: str = ""  # other hosts (a:4,b:4), a file of them, or a program that prints them
     start_on: str = "ssh {host}"  # what leads to a host; the agent's command is put behind it
     way: Way | None = None  # what leads there instead
+    ground: Ground | None = None  # who knows the hosts and starts agents there, instead of all that
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -55,7 +59,7 @@ class Elastic:
             raise ConfigError(f"silence_s={self.silence_s:g}: give a time above 0")
         if self.slots is not None and self.slots < 0:
             raise ConfigError(f"slots={self.slots}: give 0 or more")
-        if self.own_slots < self.least and not (self.listen or self.hosts):
+        if self.own_slots < self.least and not (self.listen or self.hosts or self.ground):
             raise ConfigError(
                 f"slots={self.slots}: this host alone cannot have the {self.least} members that are needed at least; "
                 "give --listen or --hosts, or more slots"
