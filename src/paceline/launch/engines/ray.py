@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline.core.errors import ConfigError
+from paceline.core.on_ray import NAMESPACE
 from paceline.environment.paceline import VARIABLES
 from paceline.launch import preflight, preview, probe
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.on_ray.cluster import PIP, Share
-from paceline.launch.on_ray.ground import NAMESPACE, RayGround
+from paceline.launch.on_ray.ground import RayGround
 from paceline.launch.spec import Elastic, JobSpec
 
 _OTHERS = {"hosts": "", "slots": None, "start_on": Elastic.start_on}  # which Ray decides

@@ -116,6 +116,7 @@ def enter(address: str, cpus: float, working_dir: str = "") -> Cluster:
         options["runtime_env"] = {"working_dir": working_dir}
     if where == LOCAL:
         options["num_cpus"] = max(cores().usable, math.ceil(cpus))
+    _hush()
     with _own_signals():
         try:
             context = ray.init(**options)
@@ -216,6 +217,14 @@ def _free_by_node() -> dict[str, dict[str, float]] | None:
         return None
     found: dict[str, dict[str, float]] = available_resources_per_node()
     return found
+
+
+def _hush() -> None:
+    """Ray prints pages about a node that is lost onto the driver's output, whatever it is told; its logs have them."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *data, **how: None
 
 
 class _own_signals:  # noqa: N801

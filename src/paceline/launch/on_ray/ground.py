@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.on_ray import HOLDER
 from paceline.launch.on_ray.actors import HostAgent
 from paceline.launch.on_ray.cluster import PIP, Cluster, Node, Share, enter, too_few
 from paceline.launch.on_ray.keeper import ActorKeeper
@@ -24,8 +25,6 @@ from paceline.membership.scheduler import Parameters
 
 _PLACE_S = 30.0  # for a group of which Ray says that there is room
 _HELLO_S = 90.0  # for an actor, whose process may have to be made
-NAMESPACE = "PACELINE_RAY"  # the variable by which members know the run's namespace
-DATA = "paceline-data"  # the actor that holds datasets, which members make; see `data.rows`
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class RayGround:
             with contextlib.suppress(Exception):  # it is gone, whatever Ray calls that
                 ray.kill(actor)
         with contextlib.suppress(Exception):
-            ray.kill(ray.get_actor(DATA))
+            ray.kill(ray.get_actor(HOLDER))
         for group in self._groups:
             with contextlib.suppress(Exception):
                 remove_placement_group(group.handle)

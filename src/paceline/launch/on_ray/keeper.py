@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.core.on_ray import SCHEDULER
 from paceline.launch.on_ray.actors import SchedulerActor
 from paceline.launch.on_ray.post import first_line
 from paceline.membership.process import Process
@@ -43,7 +44,7 @@ class ActorKeeper:
         self._away = False
         self.gave_up = ""
         made = ray.remote(SchedulerActor).options(
-            name="paceline-scheduler",
+            name=SCHEDULER,
             num_cpus=0,
             max_restarts=_RESTARTS,
             max_concurrency=4,
