@@ -56,8 +56,8 @@ def taken(
     namespace = environ.get(NAMESPACE, "")
     if size > 1 and not namespace:
         raise ConfigError(
-            "a ray.data.Dataset in a run of several members is shared out by the ray engine: start the run with paceline "
-            "run --on ray; in a worker of Ray Train, give ray.train.get_dataset_shard(NAME) instead"
+            "a ray.data.Dataset in a run of several members is shared out by the ray engine: start the run with "
+            "paceline run --on ray; in a worker of Ray Train, give ray.train.get_dataset_shard(NAME) instead"
         )
     parts = _held(dataset, number, namespace) if namespace else executed(dataset)
     return Rows(parts), dict(options)

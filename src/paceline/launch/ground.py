@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from paceline.launch.posts import Room
+from paceline.launch.spec import Room
 from paceline.membership.process import Process
 from paceline.membership.scheduler import Parameters
 from paceline.membership.watch import Watch

@@ -38,12 +38,19 @@ class Rendezvous:
     """Waits for `size` members; lives until closed. `replaces`: lost ones are started again."""
 
     def __init__(
-        self, size: int, settings: Settings, token: str, host: str = "127.0.0.1", *, replaces: bool = False
+        self,
+        size: int,
+        settings: Settings,
+        token: str,
+        host: str = "127.0.0.1",
+        *,
+        port: int = 0,
+        replaces: bool = False,
     ) -> None:
         self._size = size
         self._replaces = replaces
         self._settings = settings
-        self._listener = Listener(host, token, max_message_bytes=MAX_MESSAGE_BYTES)
+        self._listener = Listener(host, token, port=port, max_message_bytes=MAX_MESSAGE_BYTES)
         self.address = self._listener.address
         self._lock = threading.Lock()
         self._number = 1  # of the view that the present round will give

@@ -19,8 +19,8 @@ from paceline.launch.on_ray.actors import HostAgent
 from paceline.launch.on_ray.cluster import PIP, Cluster, Node, Share, enter, too_few
 from paceline.launch.on_ray.keeper import ActorKeeper
 from paceline.launch.on_ray.post import Post, first_line
-from paceline.launch.posts import Room
 from paceline.launch.preflight import Facts
+from paceline.launch.spec import Room
 from paceline.membership.scheduler import Parameters
 
 _PLACE_S = 30.0  # for a group of which Ray says that there is room
