@@ -144,6 +144,17 @@ class Job(Protocol):
     def stop(self, number: int) -> None:
         """Ask it to stop, because of signal `number`; a second time, kill it."""
 
+    def resize(self) -> None:
+        """Our terminal has another size."""
+
+    @property
+    def met(self) -> bool:
+        """Whether members have come: a script that never joins is as many plain scripts."""
+
+    @property
+    def reason(self) -> str:
+        """Why the run could not go on; "": it could."""
+
 
 class Launcher(Protocol):
     """Starts runs somewhere."""

@@ -41,6 +41,7 @@ from paceline.membership.orders import (
     Fetch,
     Formed,
     Going,
+    Halt,
     Here,
     Host,
     Leave,
@@ -184,6 +185,11 @@ class Scheduler:
         elif isinstance(first, Scale):
             channel.send(encode(Done(self._scale(first.size))))
             channel.drain(_HELLO_LIMIT_S)
+        elif isinstance(first, Halt):
+            drain = first.drain
+            self._apply(lambda now: self._roster.end_run(drain, now))
+            channel.send(encode(Done("the members leave, and the run ends" if drain else "the run ends")))
+            channel.drain(_HELLO_LIMIT_S)
         elif isinstance(first, Fetch):
             if self._work is None:
                 raise ConfigError(
@@ -216,7 +222,7 @@ class Scheduler:
             finally:
                 self._forget(host.name, line)
         else:
-            raise ConfigError(f"a line begins with Arrive, Host, Look, Scale or Fetch, not {type(first).__name__}")
+            raise ConfigError(f"a line begins with Arrive, Host or a tool's wish, not {type(first).__name__}")
 
     def _refuse_twin(self, host: Host) -> None:
         with self._lock:

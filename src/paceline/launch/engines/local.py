@@ -1,0 +1,40 @@
+"""Members on this host, and on hosts that a command of the user's leads to (`--start-on`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from paceline.launch import posts, preview
+from paceline.launch.elastic import ElasticJob
+from paceline.launch.engines import Option, Shown
+from paceline.launch.local import Local, LocalJob
+from paceline.launch.spec import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """The engine of a run that names none."""
+
+    OPTIONS: ClassVar[tuple[Option, ...]] = ()
+    spreads: ClassVar[bool] = False
+
+    def prepare(self, spec: JobSpec) -> JobSpec:
+        """With an address to listen on, where there are other hosts; what is wrong with their list is said here."""
+        elastic = spec.elastic
+        if not elastic or not elastic.hosts:
+            return spec
+        if elastic.listen:
+            posts.read(elastic.hosts)
+            return spec
+        return replace(spec, elastic=replace(elastic, listen=posts.reachable(elastic.hosts)))
+
+    def preview(self, spec: JobSpec) -> str:
+        """Each member's command with what its environment has beyond ours, ready for a shell."""
+        return "\n".join([*preview.members(spec), preview.settings(spec)])
+
+    def check(self, spec: JobSpec) -> None:
+        """There is always this host."""
+
+    def start(self, spec: JobSpec, shown: Shown) -> LocalJob | ElasticJob:
+        return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
