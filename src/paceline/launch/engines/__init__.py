@@ -27,6 +27,7 @@ from paceline.membership.process import Show
 
 ENGINES = {
     "local": "on this host",
+    "mpi": "by mpirun",
 }
 
 
