@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings
+from paceline.environment.paceline import VARIABLES
 from paceline.launch import names, servers
 
 LABEL_HELP = "what the members on this host have, for loaders with bound=; gpu:0,1: these alone; may be repeated"
@@ -85,6 +87,18 @@ def size(text: str) -> Size:
     if least > most:
         raise ConfigError(f"{text!r} has its least above its most: write {most}:{least}")
     return Size(least, most, True)
+
+
+def variable(text: str) -> tuple[str, str]:
+    """Of --env: a name and a value, which is ours where none is given."""
+    name, equals, value = text.partition("=")
+    if not name.isidentifier():
+        raise ConfigError(f"{text!r}: write NAME, or NAME=VALUE")
+    if name in VARIABLES:
+        raise ConfigError(f"{name}: the launcher sets it for each member")
+    if not equals and name not in os.environ:
+        raise ConfigError(f"{name}: it is not set here; set it, or write {name}=VALUE")
+    return name, value if equals else os.environ[name]
 
 
 def _words(known: tuple[str, ...]) -> str:

@@ -13,8 +13,9 @@ from collections import deque
 from pathlib import Path
 
 from paceline.cli import ending
+from paceline.cli.detach import leave_terminal
 from paceline.cli.display import Display, Screen, can_draw
-from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, whole
+from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, variable, whole
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
 from paceline.launch import beforehand, cores, engines, servers
@@ -47,14 +48,15 @@ _ELASTIC = (
     Flag("silence_s", "S", seconds(0.1), "after which a member or host that is stopped or not heard of is lost"),
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
     Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
+    Flag("port", "P", whole(0), "of that address; 0: any that is free"),
     Flag("slots", "K", whole(0), "members that this host may have"),
-    Flag("hosts", "FILE", str, "other hosts: lines of a name, slots and labels, or a program that prints them"),
-    Flag("start_on", "COMMAND", str, "what leads to such a host"),
+    Flag("hosts", "a:4,b:4|FILE", str, "other hosts, also in lines of a file: names, slots, labels; or a program"),
+    Flag("start_on", "COMMAND", str, "what leads to such a host, instead of --on ssh"),
 )
 _SERVED = ("replacements", "silence_s")  # of these, for runs with servers too
 _SCRIPTS = (".py", ".pyw", ".pyc", ".pyz")
 _ONCE_S = 0.3  # signals so close to each other are one
-_NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
+_NOTES = {"listen": "none", "port": "0", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
 
 def main(argv: list[str]) -> int:
@@ -75,22 +77,26 @@ def _asked(argv: list[str]) -> tuple[Namespace, Engine, JobSpec]:
     parser = _parser(on)
     options, rest = parser.split(argv)
     given = parser.parse_args(options)
+    given.on = given.on or on
     if given.members is None:
         raise ConfigError(_no_members(rest))
     own = {option.field: getattr(given, option.field) for option in engines.options(on)}
-    engine = engines.make(given.on or on, {field: value for field, value in own.items() if value is not None})
+    engine = engines.make(given.on, {field: value for field, value in own.items() if value is not None})
     return given, engine, _spec(given, rest, engine)
 
 
 def _named(argv: list[str]) -> str:
     """The engine that --on names: which other options there are depends on it."""
+    hosts = command = False
     for option, value in zip(argv, [*argv[1:], ""]):
         if option in ("-m", "--") or option.endswith(_SCRIPTS):
             break
+        hosts = hosts or option.startswith("--hosts")
+        command = command or option.startswith("--start-on")
         name = value if option == "--on" else option.removeprefix("--on=")
         if name in engines.ENGINES and option.startswith("--on"):
             return name
-    return "local"
+    return "ssh" if hosts and not command else "local"
 
 
 def _parser(on: str = "local") -> Parser:
@@ -118,6 +124,10 @@ def _parser(on: str = "local") -> Parser:
         text = f"{flag.help}; with -n MIN:MAX (default: {note})"
         parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
     parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
+    parser.option(
+        "--env", parse=variable, metavar="NAME[=VALUE]", action="append", help="for the members; may be repeated"
+    )
+    parser.option("--detach", help="go on in the background; paceline logs, status and stop find it there")
     parser.option("--dry-run", help="print what would be started, and start nothing")
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
     add_settings(parser)
@@ -180,7 +190,9 @@ def _spec(given: Namespace, rest: list[str], engine: Engine) -> JobSpec:
         settings=settings,
         threads=given.threads,
         labels=tuple(given.label or ()),
-        terminal=can_draw() and settings.progress in ("auto", "rich"),
+        env=dict(given.env or ()),
+        detached=given.detach,
+        terminal=can_draw() and settings.progress in ("auto", "rich") and not given.detach,
     )
 
 
@@ -212,6 +224,9 @@ def _replacing(given: Namespace) -> Replacing | None:
 
 
 def _run(spec: JobSpec, engine: Engine) -> int:
+    settle = leave_terminal() if spec.detached else None
+    if isinstance(settle, int):
+        return settle
     display = Screen(spec.size) if spec.terminal else Display(spec.size)
     signals = _catch_signals()
     on_lost = lambda rank, how: display.say(ending.lost(rank, how))  # noqa: E731
@@ -220,6 +235,8 @@ def _run(spec: JobSpec, engine: Engine) -> int:
         display.say(job.text)
         return 0
     _say_what_starts(spec, job, display)
+    if settle:
+        settle(job.dir)
     deadline, asked = math.inf, -math.inf
     while (outcome := job.wait(_LOOK_S)) is None:
         display.tick()

@@ -73,7 +73,7 @@ class ElasticJob:
         self._elastic = elastic
         self._show = show
         self._say = say
-        self.token = secrets.token_hex(32)
+        self.token = spec.token or secrets.token_hex(32)
         self._kit = Kit(spec, self.token, elastic.own_slots)  # what cannot be started leaves no directory behind
         self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least)
         self.settings: Settings = told(spec, self._record)
@@ -221,6 +221,7 @@ class ElasticJob:
             silence_s=self._elastic.silence_s,
             replacements=self._elastic.replacements,
             host=self._elastic.listen or "127.0.0.1",
+            port=self._elastic.port,
             work=work_of(self._spec, self.settings) if self._elastic.listen else None,
         )
         file = (self.dir / _PARAMETERS).absolute()
@@ -242,7 +243,9 @@ class ElasticJob:
         host = Host(name=this_host(), slots=self._elastic.own_slots)
         self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
         if self._elastic.hosts:
-            self._posts = Posts(self._elastic, where, self._show, self._say, lambda: self._crew.ending)
+            self._posts = Posts(
+                self._elastic, where, self._show, self._say, lambda: self._crew.ending, self.dir / "logs"
+            )
         elif self._elastic.listen:
             self._say(f"other hosts join with: paceline agent --join {self.dir.absolute() / reach.FILE}")
 

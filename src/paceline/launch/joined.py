@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.core.errors import ConfigError
+from paceline.launch import reach
 from paceline.launch.kit import Kit, spec_of
 from paceline.launch.reach import Reach
 from paceline.membership.agent_line import AgentLine, fetch
@@ -21,6 +23,7 @@ from paceline.membership.orders import FromAgent, Host, Over
 from paceline.membership.process import Show
 from paceline.membership.watch import Watch
 
+APART = "(not on the launcher's disk)"  # said by an agent whose logs the launcher cannot read
 _SLACK_S = 15.0  # for members to find out whom they cannot reach
 
 
@@ -66,6 +69,15 @@ class JoinedHost:
         self._line: AgentLine | None = None
         self._host = Host(name=name, slots=self.slots)
         self._join_limit_s = limit_s
+
+    @property
+    def apart(self) -> bool:
+        """Whether the run's directory here is another one than the launcher's."""
+        try:
+            found = reach.read(self.dir)
+        except ConfigError:
+            return True
+        return found is None or found.token != self._where.token
 
     @property
     def reason(self) -> str:

@@ -15,6 +15,16 @@ from paceline.core.settings import Settings
 from paceline.membership.agent import Outcome
 
 
+class Way(Protocol):
+    """What leads to a host, for a launcher that starts an agent there."""
+
+    def command(self, host: str, slots: int, labels: tuple[str, ...]) -> list[str]:
+        """What is started here; its standard input goes to the agent."""
+
+    def input(self, host: str, slots: int, labels: tuple[str, ...]) -> bytes:
+        """What goes into it before where the run is found (scheduler.json, as one line)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
     """How many members a run may have, and what is done about those it loses."""
@@ -28,15 +38,17 @@ class Elastic:
     slots: int | None = (
         None  # for members on this host; None: as many as the run may have, or none if there are `hosts`
     )
-    hosts: str = ""  # a file of other hosts, or a program that prints them
+    port: int = 0  # that the scheduler listens on; 0: any that is free
+    hosts: str = ""  # other hosts (a:4,b:4), a file of them, or a program that prints them
     start_on: str = "ssh {host}"  # what leads to a host; the agent's command is put behind it
+    way: Way | None = None  # what leads there instead
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise ConfigError(
                 f"{self.least}:{self.most} members: the first number is the least, at least 1 and not above the second"
             )
-        for name in ("replacements", "standbys"):
+        for name in ("replacements", "standbys", "port"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: give 0 or more")
         if not self.silence_s > 0:
@@ -90,6 +102,8 @@ class JobSpec:
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's own
     cwd: str | None = None
     python: str = sys.executable
+    token: str = ""  # of a run that others are told of beforehand; "": one is made
+    detached: bool = False  # the launcher has no terminal, and its end is not that of who started it
     terminal: bool = False  # give member 0 a terminal to draw on
 
     def __post_init__(self) -> None:

@@ -83,6 +83,7 @@ class Scheduler:
         journal: Path | str,
         host: str = "127.0.0.1",
         work: Work | None = None,
+        port: int = 0,
     ) -> None:
         self._work = work
         self._lock = threading.Lock()  # of the roster, the journal and the lines
@@ -93,7 +94,7 @@ class Scheduler:
         self._journal_failed = False
         try:
             kept = self._journal.load()
-            self._port = kept.pop("port", "0")
+            self._port = kept.pop("port", str(port))
             now = time.monotonic()
             self._roster = Roster.load(kept, rules, now) if kept else Roster(rules, now)
             self._save()
@@ -368,6 +369,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     silence_s: float = 3.0
     replacements: int = 3
     host: str = "127.0.0.1"  # to listen on
+    port: int = 0  # 0: any
     token: str = ""  # else PACELINE_TOKEN
     work: Work | None = None  # None: only the launcher's host has members
 
@@ -389,7 +391,7 @@ def main(arguments: list[str]) -> int:
         text = Path(arguments[0]).read_text() if arguments else sys.stdin.readline()
         told = msgspec.json.decode(text, type=Parameters)
         token = told.token or os.environ.get("PACELINE_TOKEN", "")
-        scheduler = Scheduler(told.rules(), token, told.journal, told.host, told.work)
+        scheduler = Scheduler(told.rules(), token, told.journal, told.host, told.work, told.port)
     except (OSError, msgspec.DecodeError, PacelineError) as error:
         print(f"paceline: the scheduler cannot start: {error}", file=sys.stderr)
         return 2

@@ -27,7 +27,9 @@ from paceline.membership.process import Show
 
 ENGINES = {
     "local": "on this host",
+    "ssh": "on hosts that ssh leads to",
     "mpi": "by mpirun",
+    "kubernetes": "in pods, by a JobSet or a TrainJob",
 }
 
 
