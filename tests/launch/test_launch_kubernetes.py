@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import stat
 import subprocess
 import sys
@@ -281,7 +282,7 @@ def test_a_short_token_is_refused_by_who_listens(tmp_path):
 
 
 def as_pod(
-    container: dict[str, Any], name: str, secret: dict[str, str], files: Path
+    container: dict[str, Any], name: str, secret: dict[str, str], files: Path, port: int
 ) -> tuple[list[str], dict[str, str]]:
     """A container's command and environment as a kubelet would make them, for a pod that has this host's network."""
     fields = {"status.podIP": "127.0.0.1", "metadata.name": name}
@@ -314,12 +315,15 @@ def test_pods_train_the_digits_and_one_may_be_lost(kind, tmp_path):
         templates = containers(made)
     else:
         templates = [made[-1]["spec"]["trainer"]] * 2
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     running: list[subprocess.Popen[str]] = []
 
     def start(number: int, name: str) -> subprocess.Popen[str]:
-        words, env = as_pod(templates[number], name, made[0]["stringData"], tmp_path)
+        words, env = as_pod(templates[number], name, made[0]["stringData"], tmp_path, port)
         if kind == "trainjob":  # what the runtime adds
             env |= {"PET_NODE_RANK": str(number), "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"}
         output = (tmp_path / f"{name}.txt").open("w")
