@@ -22,8 +22,9 @@ run = paceline.join()
 model = torch.nn.Linear(2, 1)
 optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 data = torch.utils.data.TensorDataset(torch.ones(40000, 2), torch.ones(40000, 1))
+loader = run.loader(data, batch_size=4)
 for epoch in run.epochs(50):
-    for step, (x, y) in enumerate(run.loader(data, batch_size=4)):
+    for step, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()

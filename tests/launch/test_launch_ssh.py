@@ -187,7 +187,7 @@ def test_an_elastic_run_begins_without_a_host_that_is_down(place: Place) -> None
 def test_digits_reach_their_accuracy(place: Place) -> None:
     example = Path(__file__).parents[2] / "examples" / "digits.py"
     place.script(example.read_text())
-    done = place.run(*HOSTS)
+    done = place.run(*HOSTS, "--threads", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"test accuracy: ([\d.]+)%", done.stdout)
     assert found, done.stdout
