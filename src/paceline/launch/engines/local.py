@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paceline.core.errors import ConfigError
+from paceline.environment import crowd
 from paceline.launch import posts, preview
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
@@ -46,6 +47,11 @@ class Engine:
         """There is always this host."""
 
     def start(self, spec: JobSpec, shown: Shown) -> LocalJob | ElasticJob:
+        if many := crowd():
+            shown.say(
+                f"warning: this launcher is {many}, and each of them starts a run of its own; to have one run, start "
+                "the launcher once, or the script itself in its place"
+            )
         return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
 
 
