@@ -29,6 +29,8 @@ ENGINES = {
     "local": "on this host",
     "ssh": "on hosts that ssh leads to",
     "ray": "on a Ray cluster",
+    "mpi": "by mpirun",
+    "kubernetes": "in pods, by a JobSet or a TrainJob",
 }
 
 
