@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -37,57 +37,97 @@ for epoch in run.epochs(50):
 without_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: pip install 'paceline[ray]'")
 
 
+# The cluster's nodes are processes of this one, so that none of Ray is in that of the tests.
+_HOST = """
+import json, os, signal, sys
+import ray
+from ray.cluster_utils import Cluster
+
+said = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+store = 80 << 20
+head = {"num_cpus": 0, "object_store_memory": store, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+nodes = []
+
+def add(cpus=1):
+    nodes.append(cluster.add_node(num_cpus=cpus, object_store_memory=store))
+    return len(nodes)
+
+def kill():
+    node = nodes.pop()
+    for process in node.all_processes["raylet"]:  # as when its power is cut: nothing is said to anybody
+        os.kill(process.process.pid, signal.SIGKILL)
+    cluster.remove_node(node, allow_graceful=False)
+
+def free():
+    return ray.available_resources().get("CPU", 0.0)
+
+def about():
+    return {"address": cluster.address, "session": cluster.head_node.get_session_dir_path()}
+
+add(), add()
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+for line in sys.stdin:
+    name, *given = json.loads(line)
+    print(json.dumps(globals()[name](*given)), file=said, flush=True)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
 class Nodes:
-    """The cluster: a head without cores, where launchers are, and nodes of one core each."""
+    """The cluster: a head without cores, where launchers are, and two nodes of one core each."""
 
-    def __init__(self, number: int) -> None:
-        from ray.cluster_utils import Cluster
+    def __init__(self) -> None:
+        env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONPATH": SOURCES}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _HOST],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.number = 2
+        about = self._ask("about")
+        self.address, self.session = str(about["address"]), Path(about["session"])
 
-        head = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self.add() for _ in range(number)]
+    def add(self, cpus: int = 1) -> None:
+        self._ask("add", cpus)
+        self.number += 1
 
-    @property
-    def address(self) -> str:
-        return str(self.cluster.address)
-
-    def add(self, cpus: int = 1) -> Any:
-        return self.cluster.add_node(num_cpus=cpus, object_store_memory=80 << 20)
-
-    def kill(self, node: Any) -> None:
-        """As when its power is cut: nothing is said to anybody."""
-        for process in node.all_processes["raylet"]:
-            os.kill(process.process.pid, signal.SIGKILL)
-        self.cluster.remove_node(node, allow_graceful=False)
-        self.nodes = [other for other in self.nodes if other is not node]
+    def kill(self) -> None:
+        """The last one."""
+        self._ask("kill")
+        self.number -= 1
 
     def free(self) -> float:
         """Cores that nobody has."""
-        import ray
+        return float(self._ask("free"))
 
-        return float(ray.available_resources().get("CPU", 0.0))
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(60)
+        assert self._process.stdout
+        self._process.stdout.close()
+
+    def _ask(self, *words: Any) -> Any:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    import ray
-
-    kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_ADDRESS")}
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    os.environ["PYTHONPATH"] = SOURCES  # of all that Ray starts
-    os.environ.pop("RAY_ADDRESS", None)
-    made = Nodes(2)
-    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    made = Nodes()
     try:
         yield made
     finally:
-        ray.shutdown()
-        made.cluster.shutdown()
-        for name, value in kept.items():
-            os.environ.pop(name, None)
-            os.environ |= {name: value} if value is not None else {}
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        made.close()
 
 
 class Place:
@@ -145,4 +185,4 @@ class Place:
 def place(tmp_path: Path, nodes: Nodes) -> Iterator[Place]:
     made = Place(tmp_path, nodes)
     yield made
-    made.until(lambda: nodes.free() == len(nodes.nodes), 30.0)  # what a run had is given back
+    made.until(lambda: nodes.free() == nodes.number, 30.0)  # what a run had is given back

@@ -57,12 +57,12 @@ def test_digits_to_its_accuracy_on_two_nodes(place: Place) -> None:
 def test_a_node_is_lost_and_another_comes(place: Place) -> None:
     with under_way(place, "-n", "1:2"):
         place.until(lambda: steps(place, 2) > 1)
-        place.nodes.kill(place.nodes.nodes[-1])
+        place.nodes.kill()
         place.until(lambda: steps(place, 1) > 1)  # the run goes on with the other
         assert "the others go on" in place.output
         assert "state-dump" not in place.output  # which Ray has to say of it
         before = steps(place, 2)
-        place.nodes.nodes.append(place.nodes.add())
+        place.nodes.add()
         place.until(lambda: steps(place, 2) > before)
         assert "the run is over" not in place.output
 
@@ -107,8 +107,7 @@ def test_members_end_with_the_launcher_however_it_ends(place: Place) -> None:
 
 def test_what_members_print_and_log_is_where_rays_users_look(place: Place) -> None:
     with under_way(place, "-n", "2"):
-        session = Path(place.nodes.cluster.head_node.get_session_dir_path())
-        printed = [file.read_text() for file in (session / "logs").glob("worker-*.out")]
+        printed = [file.read_text() for file in (place.nodes.session / "logs").glob("worker-*.out")]
         ours = [text for text in printed if str(place.folder) in text and "size 2 step" in text]
         assert len(ours) == 2  # an actor on each node
 
