@@ -10,6 +10,8 @@ from paceline.core.errors import PacelineError, nearest
 COMMANDS = {
     "run": "train a script on several members",
     "status": "what each member of a run is doing or waiting for",
+    "logs": "what the members of a run print",
+    "stop": "end a run",
     "agent": "let this host take part in an elastic run",
     "scale": "let an elastic run have more members, or fewer",
     "plan": "what each member would hold, before anything runs",
@@ -22,6 +24,7 @@ usage: paceline COMMAND …
 
   paceline run -n 2 train.py --lr 0.1    two members here; what follows the script belongs to the script
   paceline status                        what the newest run does, member by member
+  paceline stop big                      end it; with the same --name it goes on later
   paceline scale big 3                   three members from now on, in a run of -n 2:4
   paceline plan memory train.py -n 4     parameters, gradients, state and activations, for each choice
   paceline doctor                        cores, memory, torch, GPUs, and how many members to start

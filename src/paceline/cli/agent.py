@@ -16,7 +16,7 @@ from paceline.cli.flags import LABEL_HELP, Parser, whole
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
 from paceline.environment import this_host
-from paceline.launch.joined import JoinedHost
+from paceline.launch.joined import APART, JoinedHost
 from paceline.launch.reach import Reach
 from paceline.transport.address import split_address
 
@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     parser.option("--join", parse=str, metavar="RUN", help="its scheduler.json, - for standard input, or ip:port")
     parser.option("--slots", parse=whole(1), metavar="K", default=1, help="members that this host may have (1)")
     parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
+    parser.option("--stay", help="with --join -: go on when the input ends, as long as the run does")
     parser.option("--name", parse=str, metavar="NAME", help="of this host; two agents of a run differ in it")
     options, rest = parser.split(argv)
     if rest:
@@ -47,13 +48,16 @@ def main(argv: list[str]) -> int:
     display = Display(100)
     labels = tuple(given.label or ())
     host = JoinedHost(where, given.name or this_host(), given.slots, display, labels=labels, say=display.say)
+    if given.stay:  # whoever started us may go
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: _stop(host, number, frame))
-    if given.join == "-":
+    if given.join == "-" and not given.stay:
         threading.Thread(target=_drain_at_end_of_input, args=(host,), daemon=True).start()
     slots = "1 slot" if host.slots == 1 else f"{host.slots} slots"
-    display.say(f"joined the run at {where.address} with {slots}; logs in {host.dir / 'logs'}")
+    apart = f" {APART}" if host.apart else ""
+    display.say(f"joined the run at {where.address} with {slots}; logs in {host.dir / 'logs'}{apart}")
     code = host.run()
     if host.reason:
         display.say(f"over: {host.reason}")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings
+from paceline.environment.paceline import VARIABLES
 from paceline.launch import names, servers
 
 LABEL_HELP = "what the members on this host have, for loaders with bound=; gpu:0,1: these alone; may be repeated"
@@ -87,6 +89,18 @@ def size(text: str) -> Size:
     return Size(least, most, True)
 
 
+def variable(text: str) -> tuple[str, str]:
+    """Of --env: a name and a value, which is ours where none is given."""
+    name, equals, value = text.partition("=")
+    if not name.isidentifier():
+        raise ConfigError(f"{text!r}: write NAME, or NAME=VALUE")
+    if name in VARIABLES:
+        raise ConfigError(f"{name}: the launcher sets it for each member")
+    if not equals and name not in os.environ:
+        raise ConfigError(f"{name}: it is not set here; set it, or write {name}=VALUE")
+    return name, value if equals else os.environ[name]
+
+
 def _words(known: tuple[str, ...]) -> str:
     return "|".join(known)
 
@@ -142,7 +156,8 @@ SETTINGS = (
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are ours, and which says which option was meant."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, elsewhere: Callable[[str], str] = lambda option: "", **kwargs: Any) -> None:
+        self._elsewhere = elsewhere  # where an option that is not known here would be
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.takes_value: dict[str, bool] = {"-h": False, "--help": False}
 
@@ -173,7 +188,9 @@ class Parser(argparse.ArgumentParser):
                 break
             name = word.partition("=")[0] if word.startswith("--") else word[:2]
             if name not in self.takes_value:
-                raise ConfigError(f"unknown option {name!r}: {nearest(name, self.takes_value)}")
+                raise ConfigError(
+                    f"unknown option {name!r}: {self._elsewhere(name) or nearest(name, self.takes_value)}"
+                )
             alone = word == name
             i += 2 if self.takes_value[name] and alone else 1
         return argv[:i], argv[i:]

@@ -1,34 +1,29 @@
-"""`paceline run`: start the members here, show what they print, and end as they end."""
+"""`paceline run`: start the members, here or by an engine, show what they print, and end as they end."""
 
 from __future__ import annotations
 
 import math
 import os
-import shlex
 import signal
 import sys
 import time
 import types
 from argparse import Namespace
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
 from paceline.cli import ending
+from paceline.cli.detach import leave_terminal
 from paceline.cli.display import Display, Screen, can_draw
-from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, whole
+from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, variable, whole
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
-from paceline.core.settings import NAMES
-from paceline.launch import beforehand, cores, posts, servers
-from paceline.launch.elastic import DRAIN_S, ElasticJob
-from paceline.launch.local import Local, LocalJob
-from paceline.launch.plan import plan
-from paceline.launch.spec import Elastic, JobSpec, Replacing
+from paceline.core.settings import Settings
+from paceline.launch import beforehand, cores, engines, servers
+from paceline.launch.elastic import DRAIN_S
+from paceline.launch.engines import Engine, Seating, Shown, Submitted
+from paceline.launch.spec import Away, Elastic, Job, JobSpec, Replacing
 from paceline.membership.agent import Outcome
-
-AnyJob: TypeAlias = LocalJob | ElasticJob
 
 _LOOK_S = 0.1
 _STUCK_S = 10.0  # beyond what it takes to ask the members, and to kill them
@@ -39,6 +34,7 @@ examples:
   paceline run -n 2 --name big train.py         again with the same name: goes on where it stopped
   paceline run -n 2 --name big --fresh train.py starts over
   paceline run -n 8 --dry-run train.py          prints what would be started
+  paceline run --on ENGINE --help               the options of an engine besides
   paceline run -n 2:4 train.py                  elastic: starts 4, goes on while 2 are left, replaces lost ones
   paceline run -n 4 --strategy async --replacements 2 train.py    with servers: each lost worker, up to twice
   paceline run -n 4:8 --hosts hosts.txt train.py    on the hosts of a list, which may change
@@ -53,40 +49,76 @@ _ELASTIC = (
     Flag("silence_s", "S", seconds(0.1), "after which a member or host that is stopped or not heard of is lost"),
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
     Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
+    Flag("port", "P", whole(0), "of that address; 0: any that is free"),
     Flag("slots", "K", whole(0), "members that this host may have"),
-    Flag("hosts", "FILE", str, "other hosts: lines of a name, slots and labels, or a program that prints them"),
-    Flag("start_on", "COMMAND", str, "what leads to such a host"),
+    Flag("hosts", "a:4,b:4|FILE", str, "other hosts, also in lines of a file: names, slots, labels; or a program"),
+    Flag("start_on", "COMMAND", str, "what leads to such a host, instead of --on ssh"),
 )
 _SERVED = ("replacements", "silence_s")  # of these, for runs with servers too
+_PLACED = ("hosts", "listen", "port")  # and these where members that stay are on other hosts
+_SCRIPTS = (".py", ".pyw", ".pyc", ".pyz")
 _ONCE_S = 0.3  # signals so close to each other are one
-_NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
+_NOTES = {"listen": "none", "port": "0", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
 
 def main(argv: list[str]) -> int:
-    parser = _parser()
-    options, rest = parser.split(argv)
-    given = parser.parse_args(options)
-    if given.members is None:
-        raise ConfigError(_no_members(rest))
-    spec = _with_hosts(_spec(given, rest))
-    shown = _dry_run(spec)  # also finds out whether the script can be started
-    beforehand.check(spec.settings)
+    given, engine, spec = _asked(argv)
+    spec = engine.prepare(spec)
+    shown = engine.preview(spec)  # also finds out whether the script can be started
+    beforehand.check(spec.settings, here=spec.elastic.own_slots > 0 if spec.elastic else spec.away is None)
     if given.dry_run:
         print(shown)
         return 0
-    return _run(spec)
+    engine.check(spec)
+    return _run(spec, engine)
 
 
-def _parser() -> Parser:
+def _asked(argv: list[str]) -> tuple[Namespace, Engine, JobSpec]:
+    """What the command line asks for, and by which engine."""
+    on = _named(argv)
+    parser = _parser(on)
+    options, rest = parser.split(argv)
+    given = parser.parse_args(options)
+    given.on = given.on or on
+    if given.members is None:
+        raise ConfigError(_no_members(rest))
+    own = {option.field: getattr(given, option.field) for option in engines.options(on)}
+    engine = engines.make(given.on, {field: value for field, value in own.items() if value is not None})
+    return given, engine, _spec(given, rest, engine)
+
+
+def _named(argv: list[str]) -> str:
+    """The engine that --on names: which other options there are depends on it."""
+    hosts = command = False
+    for option, value in zip(argv, [*argv[1:], ""]):
+        if option in ("-m", "--") or option.endswith(_SCRIPTS):
+            break
+        hosts = hosts or option.startswith("--hosts")
+        command = command or option.startswith("--start-on")
+        name = value if option == "--on" else option.removeprefix("--on=")
+        if name in engines.ENGINES and option.startswith("--on"):
+            return name
+    return "ssh" if hosts and not command else "local"
+
+
+def _parser(on: str = "local") -> Parser:
     parser = Parser(
         prog="paceline run",
         usage="paceline run -n N [options] script.py [arguments of the script]",
         description="Train a script on N members of this host; with -n MIN:MAX, members may come and go.",
         epilog=_EPILOG,
+        elsewhere=_elsewhere,
     )
     parser.option(
         "-n", "--members", parse=size, metavar="N", help="how many members to start; MIN:MAX: they may come and go"
     )
+    known = ", ".join(f"{name} ({what})" for name, what in engines.ENGINES.items())
+    parser.option("--on", parse=str, metavar="ENGINE", help=f"where: {known} (default: local)")
+    for option in engines.options(on):
+        if option.metavar:
+            parser.option(option.name, parse=option.parse, metavar=option.metavar, help=f"{option.help}; --on {on}")
+        else:
+            parser.option(option.name, help=f"{option.help}; --on {on}")
     parser.option("--threads", parse=whole(1), metavar="T", help="per member (default: its share of the cores)")
     for flag in _ELASTIC:
         default = getattr(_DEFAULT, flag.field)
@@ -94,10 +126,20 @@ def _parser() -> Parser:
         text = f"{flag.help}; with -n MIN:MAX (default: {note})"
         parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
     parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
+    parser.option(
+        "--env", parse=variable, metavar="NAME[=VALUE]", action="append", help="for the members; may be repeated"
+    )
+    parser.option("--detach", help="go on in the background; paceline logs, status and stop find it there")
     parser.option("--dry-run", help="print what would be started, and start nothing")
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
     add_settings(parser)
     return parser
+
+
+def _elsewhere(option: str) -> str:
+    """Of an option that is not known: the engine that has it."""
+    name = engines.owner(option)
+    return f"it is an option of --on {name}" if name else ""
 
 
 def _no_members(rest: list[str]) -> str:
@@ -106,7 +148,7 @@ def _no_members(rest: list[str]) -> str:
     return f"how many members? paceline run -n 2 {rest[0] if rest else 'train.py'}"
 
 
-def _spec(given: Namespace, rest: list[str]) -> JobSpec:
+def _spec(given: Namespace, rest: list[str], engine: Engine) -> JobSpec:
     module = rest[:1] == ["-m"]
     rest = rest[1:] if module else rest
     if not rest:
@@ -116,10 +158,16 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
         )
     settings = settings_of(given)
     served = servers.served(settings.strategy)
-    replacing, elastic = (_replacing(given), None) if served else (None, _elastic(given))
-    (beforehand.check_elastic if elastic else beforehand.check_fixed)(settings)
+    away = _away(given, settings, served, engine)
+    replacing = _replacing(given, away is not None) if served else None
+    elastic = None if served or away else _elastic(given, engine)
+    comes = "" if elastic is None else "-n MIN:MAX" if given.members.elastic else f"--on {given.on}"
+    if elastic:
+        beforehand.check_elastic(settings, comes)
+    else:
+        beforehand.check_fixed(settings)
     most = given.members.most
-    beforehand.check_mesh(settings, most, elastic=elastic is not None, served=served)
+    beforehand.check_mesh(settings, most, elastic=comes, served=served)
     beforehand.check_rounds(settings.strategy, (elastic.least, elastic.most) if elastic else most)
     num_servers, _ = servers.choose(settings.strategy, settings.servers, most, replaces=replacing is not None)
     forgives = replacing is not None or servers.forgives(settings.strategy, num_servers)
@@ -137,17 +185,36 @@ def _spec(given: Namespace, rest: list[str]) -> JobSpec:
         forgives=forgives,
         elastic=elastic,
         replacing=replacing,
+        away=away,
         silence_s=given.silence_s or _DEFAULT.silence_s,
         settings=settings,
         threads=given.threads,
         labels=tuple(given.label or ()),
-        terminal=can_draw() and settings.progress in ("auto", "rich"),
+        env=dict(given.env or ()),
+        detached=given.detach,
+        terminal=can_draw() and settings.progress in ("auto", "rich") and not given.detach,
     )
 
 
-def _elastic(given: Namespace) -> Elastic | None:
+def _away(given: Namespace, settings: Settings, served: bool, engine: Engine) -> Away | None:
+    """Hosts for members that stay, where the run is one that a scheduler cannot have."""
+    torch_groups = settings.transport in ("gloo", "nccl")
+    if not engine.spreads or not (served or (not given.members.elastic and (settings.mesh or torch_groups))):
+        return None
+    if not isinstance(engine, Seating):
+        what = f"--strategy {settings.strategy}" if served else "--mesh" if settings.mesh else "--transport"
+        raise ConfigError(
+            f"{what} needs members that stay, which --on {given.on} does not start: leave one of them out"
+        )
+    for flag in _ELASTIC if not served else ():
+        if getattr(given, flag.field) is not None and flag.field not in _PLACED:
+            raise ConfigError(f"{flag.option} is for runs whose members may come and go: leave it out here")
+    return Away(hosts=given.hosts or "", listen=given.listen or "", port=given.port or 0)
+
+
+def _elastic(given: Namespace, engine: Engine) -> Elastic | None:
     values = {flag.field: value for flag in _ELASTIC if (value := getattr(given, flag.field)) is not None}
-    if given.members.elastic:
+    if given.members.elastic or engine.spreads:
         return Elastic(least=given.members.least, most=given.members.most, **values)
     if values:
         flag = next(flag for flag in _ELASTIC if flag.field in values)
@@ -158,10 +225,11 @@ def _elastic(given: Namespace) -> Elastic | None:
     return None
 
 
-def _replacing(given: Namespace) -> Replacing | None:
+def _replacing(given: Namespace, away: bool) -> Replacing | None:
     """With servers: what is done about lost workers; None: they are not started again."""
     values = [flag for flag in _ELASTIC if getattr(given, flag.field) is not None]
-    if other := next((flag for flag in values if flag.field not in _SERVED), None):
+    known = (*_SERVED, *_PLACED) if away else _SERVED
+    if other := next((flag for flag in values if flag.field not in known), None):
         raise ConfigError(
             f"{other.option} is for elastic runs of all-reduce: with servers, lost workers are started again on this "
             "host; leave it out"
@@ -172,39 +240,20 @@ def _replacing(given: Namespace) -> Replacing | None:
     return None
 
 
-def _with_hosts(spec: JobSpec) -> JobSpec:
-    """With an address to listen on, where there are other hosts; what is wrong with their list is said here."""
-    elastic = spec.elastic
-    if not elastic or not elastic.hosts:
-        return spec
-    if elastic.listen:
-        posts.read(elastic.hosts)
-        return spec
-    return replace(spec, elastic=replace(elastic, listen=posts.reachable(elastic.hosts)))
-
-
-def _dry_run(spec: JobSpec) -> str:
-    """Each member's command with what its environment has beyond ours, ready for a shell."""
-    parts = []
-    address = (spec.elastic and spec.elastic.listen) or "127.0.0.1"
-    slots = spec.elastic.own_slots if spec.elastic else None
-    starts = plan(spec, f"{address}:<port>", "<token>", slots=slots)
-    if slots is not None and slots < spec.size:
-        parts.append(f"# {slots} of the {spec.size} members have a slot here (--slots); other hosts start the others")
-    for start in starts if slots is None else starts[:slots]:
-        added = {k: v for k, v in start.env.items() if os.environ.get(k) != v}
-        words = [f"{k}={shlex.quote(v)}" for k, v in added.items()]
-        parts.append(f"# rank {start.rank}\n{' '.join(words)} {shlex.join(start.command)}")
-    settings = [f"{name}={getattr(spec.settings, name)!r}" for name in NAMES]
-    return "\n".join([*parts, "# settings, told to each when it joins: " + ", ".join(settings)])
-
-
-def _run(spec: JobSpec) -> int:
+def _run(spec: JobSpec, engine: Engine) -> int:
+    settle = leave_terminal() if spec.detached else None
+    if isinstance(settle, int):
+        return settle
     display = Screen(spec.size) if spec.terminal else Display(spec.size)
     signals = _catch_signals()
-    launcher = Local(display, on_lost=lambda rank, how: display.say(ending.lost(rank, how)), say=display.say)
-    job = launcher.start(spec)
+    on_lost = lambda rank, how: display.say(ending.lost(rank, how))  # noqa: E731
+    job = engine.start(spec, Shown(show=display, say=display.say, on_lost=on_lost))
+    if isinstance(job, Submitted):
+        display.say(job.text)
+        return 0
     _say_what_starts(spec, job, display)
+    if settle:
+        settle(job.dir)
     deadline, asked = math.inf, -math.inf
     while (outcome := job.wait(_LOOK_S)) is None:
         display.tick()
@@ -241,9 +290,9 @@ def _catch_signals() -> deque[int]:
     return received
 
 
-def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
+def _say_what_starts(spec: JobSpec, job: Job, display: Display) -> None:
     usable = cores.cores().usable
-    here = min(spec.num_members, spec.elastic.own_slots) if spec.elastic else spec.num_members
+    here = min(spec.num_members, spec.elastic.own_slots) if spec.elastic else 0 if spec.away else spec.num_members
     threads, warning = cores.share(max(1, here), usable)
     if warning:
         display.say(f"warning: {warning}")
@@ -262,7 +311,7 @@ def _say_what_starts(spec: JobSpec, job: AnyJob, display: Display) -> None:
     display.say(f"{members}, {there}{each}files in {_short(job.dir)}")
 
 
-def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Display) -> None:
+def _say_how_it_ended(spec: JobSpec, job: Job, outcome: Outcome, display: Display) -> None:
     logs = {rank: _short(path) for rank, path in job.logs().items()}
     again = _again(spec, job)
     if outcome.lost and (spec.elastic or (spec.replacing and not outcome.code)):
@@ -283,7 +332,7 @@ def _say_how_it_ended(spec: JobSpec, job: AnyJob, outcome: Outcome, display: Dis
         display.say(ending.never_joined(spec.num_members))
 
 
-def _again(spec: JobSpec, job: AnyJob) -> list[str]:
+def _again(spec: JobSpec, job: Job) -> list[str]:
     """The command that goes on with this run."""
     args = [a for a in sys.argv[1:] if a != "--fresh"]
     if not spec.settings.name:

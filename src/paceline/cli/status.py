@@ -21,7 +21,7 @@ from paceline.core import lost
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.settings import Settings
 from paceline.core.status import Doing
-from paceline.launch import reach
+from paceline.launch import engines, held, reach
 from paceline.membership import agent_line
 
 _LIMIT_S = 2.0  # for the scheduler's answer
@@ -41,9 +41,19 @@ def main(argv: list[str]) -> int:
     root = Path(given.root)
     if given.all:
         print("\n".join(_list(runs.all_in(root))))
+    elif waiting := _submitted(root, given.run):
+        print(waiting)
     else:
         print("\n".join(_lines(runs.find(root, given.run))))
     return 0
+
+
+def _submitted(root: Path, name: str | None) -> str:
+    """Of a run that was submitted and has not begun; "": of any other."""
+    for directory in (Path(name), root / name) if name else ():
+        if runs.look(directory) is None and (found := held.read(directory)):
+            return f"{directory}: {engines.queue(found).state(found)}"
+    return ""
 
 
 def describe(directory: Path) -> list[str]:

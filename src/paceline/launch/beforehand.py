@@ -17,23 +17,24 @@ _OF_ROUNDS = ("quorum", "overlap", "warmup", "inner", "median", "trimmed", "post
 _GPUS = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")
 
 
-def check(settings: Settings) -> None:
-    """ConfigError where members of these settings could not begin to train on this host."""
+def check(settings: Settings, *, here: bool = True) -> None:
+    """ConfigError where members of these settings could not begin to train; `here`: some do on this host."""
     check_strategy(settings.strategy, settings.codec)
     make_precision(settings.precision).check(settings)
-    check_device(settings.device)
+    if here:
+        check_device(settings.device)
 
 
-def check_elastic(settings: Settings) -> None:
-    """Refuse what members of all-reduce cannot come to and go from."""
+def check_elastic(settings: Settings, why: str = "-n MIN:MAX") -> None:
+    """Refuse what members of all-reduce cannot come to and go from; `why` they may."""
     if settings.transport in ("gloo", "nccl"):
         raise ConfigError(
-            f"-n MIN:MAX does not go with --transport {settings.transport}: torch's groups end with the first member "
-            "that is lost; give one number (-n 4), or leave --transport at auto"
+            f"{why} does not go with --transport {settings.transport}: torch's groups end with the first member "
+            f"that is lost; {'give one number (-n 4), or ' if why[:2] == '-n' else ''}leave --transport at auto"
         )
     if settings.servers != "auto":
         raise ConfigError(
-            f"-n MIN:MAX does not go with --servers {settings.servers}: all-reduce has no servers; leave it out"
+            f"{why} does not go with --servers {settings.servers}: all-reduce has no servers; leave it out"
         )
 
 
@@ -51,9 +52,9 @@ def check_fixed(settings: Settings) -> None:
         )
 
 
-def check_mesh(settings: Settings, members: int, *, elastic: bool, served: bool) -> None:
-    """Refuse a mesh that does not fit the members, and what cannot be cut."""
-    parse(settings.mesh, members, "-n MIN:MAX" if elastic else f"--strategy {settings.strategy}" if served else "")
+def check_mesh(settings: Settings, members: int, *, elastic: str, served: bool) -> None:
+    """Refuse a mesh that does not fit the members, and what cannot be cut; `elastic`: why members come and go."""
+    parse(settings.mesh, members, elastic or (f"--strategy {settings.strategy}" if served else ""))
 
 
 def check_strategy(text: str, codec: str = "") -> None:

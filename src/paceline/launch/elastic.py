@@ -32,6 +32,7 @@ from paceline.environment.paceline import VARIABLES
 from paceline.launch import reach, record
 from paceline.launch.background import Background
 from paceline.launch.finishing import made_good, with_last_words
+from paceline.launch.ground import Keeping
 from paceline.launch.keeper import Keeper
 from paceline.launch.kit import Kit, work_of
 from paceline.launch.plan import told
@@ -73,7 +74,7 @@ class ElasticJob:
         self._elastic = elastic
         self._show = show
         self._say = say
-        self.token = secrets.token_hex(32)
+        self.token = spec.token or secrets.token_hex(32)
         self._kit = Kit(spec, self.token, elastic.own_slots)  # what cannot be started leaves no directory behind
         self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least)
         self.settings: Settings = told(spec, self._record)
@@ -153,13 +154,7 @@ class ElasticJob:
                 self._record.finish(code)
 
     def _work(self) -> Outcome:
-        keeper = Keeper(
-            self._scheduler(),
-            self._show,
-            self.dir / "logs" / "scheduler.log",
-            on_started=self._scheduled,
-            say=self._say,
-        )
+        keeper = self._keeper()
         idle_since = time.monotonic()
         try:
             with Watch() as watch:
@@ -192,6 +187,8 @@ class ElasticJob:
                 self._line.close()
             if self._posts:
                 self._posts.close()
+            if self._elastic.ground:
+                self._elastic.ground.close()
         outcome = with_last_words(replace(self._crew.outcome(), unfinished=bool(self.reason)), self.dir)
         if self._crew.over == "" and not outcome.stopped_by:
             outcome = made_good(outcome, self.dir, self._record.run.started, self._crew.over_at, self._say)
@@ -208,11 +205,18 @@ class ElasticJob:
         while any(process.rank >= 0 for process in watch.processes):
             watch.turn()
 
-    def _scheduler(self) -> Start:
+    def _keeper(self) -> Keeping:
+        told = self._parameters()
+        if ground := self._elastic.ground:
+            return ground.keeper(told, self.token, self._scheduled, self._say)
+        log = self.dir / "logs" / "scheduler.log"
+        return Keeper(self._scheduler(told), self._show, log, on_started=self._scheduled, say=self._say)
+
+    def _parameters(self) -> Parameters:
         journal = self.dir / "scheduler.sqlite"
         for old in self.dir.glob(f"{journal.name}*"):  # of an earlier run of this name: its members are gone
             old.unlink(missing_ok=True)
-        parameters = Parameters(
+        return Parameters(
             journal=str(journal.absolute()),
             least=self._elastic.least,
             target=self._spec.num_members,
@@ -221,8 +225,11 @@ class ElasticJob:
             silence_s=self._elastic.silence_s,
             replacements=self._elastic.replacements,
             host=self._elastic.listen or "127.0.0.1",
+            port=self._elastic.port,
             work=work_of(self._spec, self.settings) if self._elastic.listen else None,
         )
+
+    def _scheduler(self, parameters: Parameters) -> Start:
         file = (self.dir / _PARAMETERS).absolute()
         write_private(file, msgspec.json.encode(parameters))
         command = (sys.executable, "-P", "-m", "paceline.membership.scheduler", str(file))
@@ -241,8 +248,10 @@ class ElasticJob:
         self._story = Story(address, self.token, self._elastic.replacements, self._say)
         host = Host(name=this_host(), slots=self._elastic.own_slots)
         self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
-        if self._elastic.hosts:
-            self._posts = Posts(self._elastic, where, self._show, self._say, lambda: self._crew.ending)
+        if self._elastic.hosts or self._elastic.ground:
+            self._posts = Posts(
+                self._elastic, where, self._show, self._say, lambda: self._crew.ending, self.dir / "logs"
+            )
         elif self._elastic.listen:
             self._say(f"other hosts join with: paceline agent --join {self.dir.absolute() / reach.FILE}")
 

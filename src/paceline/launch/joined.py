@@ -13,6 +13,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
+from paceline.core.errors import ConfigError
+from paceline.launch import reach
 from paceline.launch.kit import Kit, spec_of
 from paceline.launch.reach import Reach
 from paceline.membership.agent_line import AgentLine, fetch
@@ -21,6 +25,7 @@ from paceline.membership.orders import FromAgent, Host, Over
 from paceline.membership.process import Show
 from paceline.membership.watch import Watch
 
+APART = "(not on the launcher's disk)"  # said by an agent whose logs the launcher cannot read
 _SLACK_S = 15.0  # for members to find out whom they cannot reach
 
 
@@ -29,6 +34,7 @@ class JoinedHost:
 
     Args:
         labels: of the members here.
+        cwd: of the members; "": the launcher's.
         say: gets what happens here, in a line.
     """
 
@@ -40,6 +46,7 @@ class JoinedHost:
         show: Show,
         *,
         labels: tuple[str, ...] = (),
+        cwd: str = "",
         drain_s: float = 10.0,
         notice_s: float = 3.0,
         grace_s: float = 5.0,
@@ -49,6 +56,7 @@ class JoinedHost:
         self._where = where
         self._say = say
         work = fetch(where.address, where.token, limit_s)
+        work = msgspec.structs.replace(work, cwd=cwd or work.cwd)
         self.slots = min(slots, work.most)
         self.dir = Path(work.settings.root) / work.settings.name
         self._limit_s = work.settings.wait_limit_s
@@ -66,6 +74,20 @@ class JoinedHost:
         self._line: AgentLine | None = None
         self._host = Host(name=name, slots=self.slots)
         self._join_limit_s = limit_s
+
+    @property
+    def apart(self) -> bool:
+        """Whether the run's directory here is another one than the launcher's."""
+        try:
+            found = reach.read(self.dir)
+        except ConfigError:
+            return True
+        return found is None or found.token != self._where.token
+
+    @property
+    def running(self) -> dict[int, int]:
+        """Process numbers of the members here, by id."""
+        return self._crew.running
 
     @property
     def reason(self) -> str:

@@ -18,18 +18,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from paceline.core import labels
 from paceline.core.errors import ConfigError
 from paceline.core.lost import how
+from paceline.launch.joined import APART
 from paceline.launch.reach import Reach
-from paceline.launch.spec import Elastic
+from paceline.launch.spec import Elastic, Room
 from paceline.membership.process import Show
 from paceline.transport.address import is_loopback
 from paceline.transport.wires import own_address
+
+if TYPE_CHECKING:
+    from paceline.launch.ground import Remote
 
 _LOOK_S = 3.0  # between two readings of the list
 _PROGRAM_LIMIT_S = 30.0
@@ -37,22 +41,18 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0  # before an agent that ended is star
 _WELL_S = 60.0  # after which it had started well
 _LEAVE_S = 30.0  # for one that drains
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*")
+_FILES = (".txt", ".hosts", ".list", ".conf", ".cfg", ".sh", ".py")
 _MEMBER = re.compile(r"\[ *(\d+)\] (.*)", re.DOTALL)
 
 
-class Room(NamedTuple):
-    """What a host has for members."""
-
-    slots: int = 1
-    labels: tuple[str, ...] = ()
-
-
 def read(source: str) -> dict[str, Room]:
-    """Hosts by name, from a file or from what a program prints; ConfigError says what is wrong with it.
+    """Hosts by name, as in a:4,b:4, from a file or from what a program prints; ConfigError says what is wrong with it.
 
     Blank lines and what follows a # do not count; a host without a number has one slot, and without labels none.
     """
     path = Path(source)
+    if is_list(source):
+        return parse("\n".join(_one(word) for word in source.split(",")), f"--hosts {source}")
     if not path.is_file():
         raise ConfigError(f"--hosts {source!r}: there is no such file")
     if not os.access(path, os.X_OK):
@@ -67,6 +67,16 @@ def read(source: str) -> dict[str, Room]:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         raise ConfigError(f"--hosts {source!r}: the program ended with {how(done.returncode)}: {last}")
     return parse(done.stdout, source)
+
+
+def is_list(source: str) -> bool:
+    """Whether hosts are named, and not a file or a program.
+
+    >>> is_list("a:4,b"), is_list("node7"), is_list("hosts.txt"), is_list("./find-hosts")
+    (True, True, False, False)
+    """
+    looks = "/" not in source and Path(source).suffix not in _FILES
+    return looks and not Path(source).is_file()
 
 
 def parse(text: str, source: str) -> dict[str, Room]:
@@ -117,7 +127,7 @@ class _Post:
     """One host."""
 
     room: Room
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Remote | None = None
     began: float = 0.0
     fails: int = 0  # in a row
     again_at: float = 0.0
@@ -132,14 +142,21 @@ class Posts:
     """
 
     def __init__(
-        self, elastic: Elastic, where: Reach, show: Show, say: Callable[[str], None], ending: Callable[[], bool]
+        self,
+        elastic: Elastic,
+        where: Reach,
+        show: Show,
+        say: Callable[[str], None],
+        ending: Callable[[], bool],
+        logs: Path,
     ) -> None:
+        self._logs = logs
         self._elastic = elastic
         self._ending = ending
         self._where = msgspec.json.encode(where) + b"\n"
         self._show = show
         self._say = say
-        self._wanted = read(elastic.hosts)
+        self._wanted = self._list()
         self._posts: dict[str, _Post] = {}
         self._complained = ""
         self._closed = threading.Event()
@@ -176,16 +193,20 @@ class Posts:
 
     def _look(self) -> None:
         try:
-            self._wanted, self._complained = read(self._elastic.hosts), ""
+            self._wanted, self._complained = self._list(), ""
         except (ConfigError, OSError) as error:  # who is there stays
             if str(error) != self._complained:
                 self._complained = str(error)
                 self._say(f"warning: {error}; the hosts that are known stay")
 
+    def _list(self) -> dict[str, Room]:
+        ground = self._elastic.ground
+        return dict(ground.hosts()) if ground else read(self._elastic.hosts)
+
     def _turn(self, name: str, post: _Post, now: float) -> None:
         wanted = self._wanted.get(name) == post.room
         if post.process and post.process.poll() is not None:
-            code, post.process = post.process.returncode, None
+            code, post.process = post.process.returncode or 0, None
             if wanted and post.leaves_by is None:
                 self._wait(name, post, code, now)
         if post.process is None and (post.leaves_by is not None or not wanted):
@@ -193,7 +214,8 @@ class Posts:
         elif post.process is None and now >= post.again_at:
             self._start(name, post)
         elif post.process and not wanted and post.leaves_by is None:
-            self._say(f"host {name} is not in {self._elastic.hosts} as before: it is drained")
+            listed = "there" if self._elastic.ground else f"in {self._elastic.hosts}"
+            self._say(f"host {name} is not {listed} as before: it is drained")
             post.leaves_by = now + _LEAVE_S
             _end_input(post)
         elif post.process and post.leaves_by is not None and now >= post.leaves_by:
@@ -208,11 +230,15 @@ class Posts:
             self._say(f"the agent of host {name} ended ({how(code)}); it is started again in {wait_s:g} s")
 
     def _start(self, name: str, post: _Post) -> None:
-        way = [word.replace("{host}", name) for word in shlex.split(self._elastic.start_on)]
+        if ground := self._elastic.ground:
+            post.process, post.began = ground.start(name, post.room, self._where), time.monotonic()
+            threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True).start()
+            return
+        words, first = self._way(name, post.room)
         pipe = subprocess.PIPE
         try:
             post.process = subprocess.Popen(
-                [*way, *map(shlex.quote, command(name, post.room))],
+                words,
                 stdin=pipe,
                 stdout=pipe,
                 stderr=subprocess.STDOUT,
@@ -221,23 +247,51 @@ class Posts:
             post.began = time.monotonic()
         except OSError as error:
             post.again_at = time.monotonic() + _LONGEST_WAIT_S
-            self._say(f"warning: the agent of host {name} cannot be started: {way[0]}: {error.strerror}")
+            self._say(f"warning: the agent of host {name} cannot be started: {words[0]}: {error.strerror}")
             return
         assert post.process.stdin
         with contextlib.suppress(OSError):  # it has ended already
-            post.process.stdin.write(self._where)
+            post.process.stdin.write(first + self._where)
             post.process.stdin.flush()
         threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True).start()
 
-    def _pass_on(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        """What an agent prints: its members' lines as those of members, its own with the host's name."""
+    def _way(self, name: str, room: Room) -> tuple[list[str], bytes]:
+        """What starts the agent of a host, and what it gets first."""
+        if way := self._elastic.way:
+            return way.command(name, *room), way.input(name, *room)
+        words = [word.replace("{host}", name) for word in shlex.split(self._elastic.start_on)]
+        return [*words, *map(shlex.quote, command(name, room))], b""
+
+    def _pass_on(self, name: str, process: subprocess.Popen[bytes] | Remote) -> None:
+        """What an agent prints: its members' lines as those of members, its own with the host's name.
+
+        Where its disk is another one, its members' lines are kept here too, for `paceline logs`.
+        """
         assert process.stdout
-        for data in process.stdout:
-            text = data.decode(errors="replace").rstrip("\r\n")
-            if line := _MEMBER.fullmatch(text):
-                self._show.line(int(line[1]), "out", line[2])
-            elif text:
-                self._say(f"host {name}: {text.removeprefix('paceline: ')}")
+        apart = False
+        kept: dict[int, BinaryIO] = {}
+        with contextlib.ExitStack() as files:
+            for data in process.stdout:
+                text = data.decode(errors="replace").rstrip("\r\n")
+                if line := _MEMBER.fullmatch(text):
+                    rank = int(line[1])
+                    self._show.line(rank, "out", line[2])
+                    with contextlib.suppress(OSError):  # a full disk must not stop the others
+                        if apart and rank not in kept:
+                            self._logs.mkdir(parents=True, exist_ok=True)
+                            path = self._logs / f"rank-{rank}.log"
+                            kept[rank] = files.enter_context(path.open("ab", buffering=0))
+                        if apart:
+                            kept[rank].write(line[2].encode() + b"\n")
+                elif text:
+                    apart = apart or APART in text
+                    self._say(f"host {name}: {text.removeprefix('paceline: ')}")
+
+
+def _one(word: str) -> str:
+    """A host of a list, as in a line of a file."""
+    name, colon, slots = word.strip().rpartition(":")
+    return f"{name} {slots}" if colon and slots.isdecimal() else word
 
 
 def _end_input(post: _Post) -> None:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import ipaddress
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from paceline.core import labels
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.membership.agent import Outcome
+
+if TYPE_CHECKING:
+    from paceline.launch.ground import Ground
+
+
+class Way(Protocol):
+    """What leads to a host, for a launcher that starts an agent there."""
+
+    def command(self, host: str, slots: int, labels: tuple[str, ...]) -> list[str]:
+        """What is started here; its standard input goes to the agent."""
+
+    def input(self, host: str, slots: int, labels: tuple[str, ...]) -> bytes:
+        """What goes into it before where the run is found (scheduler.json, as one line)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +41,25 @@ class Elastic:
     slots: int | None = (
         None  # for members on this host; None: as many as the run may have, or none if there are `hosts`
     )
-    hosts: str = ""  # a file of other hosts, or a program that prints them
+    port: int = 0  # that the scheduler listens on; 0: any that is free
+    hosts: str = ""  # other hosts (a:4,b:4), a file of them, or a program that prints them
     start_on: str = "ssh {host}"  # what leads to a host; the agent's command is put behind it
+    way: Way | None = None  # what leads there instead
+    ground: Ground | None = None  # who knows the hosts and starts agents there, instead of all that
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise ConfigError(
                 f"{self.least}:{self.most} members: the first number is the least, at least 1 and not above the second"
             )
-        for name in ("replacements", "standbys"):
+        for name in ("replacements", "standbys", "port"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: give 0 or more")
         if not self.silence_s > 0:
             raise ConfigError(f"silence_s={self.silence_s:g}: give a time above 0")
         if self.slots is not None and self.slots < 0:
             raise ConfigError(f"slots={self.slots}: give 0 or more")
-        if self.own_slots < self.least and not (self.listen or self.hosts):
+        if self.own_slots < self.least and not (self.listen or self.hosts or self.ground):
             raise ConfigError(
                 f"slots={self.slots}: this host alone cannot have the {self.least} members that are needed at least; "
                 "give --listen or --hosts, or more slots"
@@ -57,6 +73,34 @@ class Elastic:
     def own_slots(self) -> int:
         """How many members the launcher's host may have."""
         return min(self.most, (0 if self.hosts else self.most) if self.slots is None else self.slots)
+
+
+class Road(Protocol):
+    """What leads to a host, for a launcher that starts each member there itself."""
+
+    def command(self, host: str, slots: int, labels: tuple[str, ...]) -> list[str]:
+        """What is started here; its standard input goes to the program there."""
+
+    def begin(self, arguments: Sequence[str]) -> bytes:
+        """What goes into it first, so that Python runs there with these arguments."""
+
+
+class Room(NamedTuple):
+    """What a host has for members."""
+
+    slots: int = 1
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Away:
+    """Other hosts for members that stay: one that is lost is not started elsewhere."""
+
+    hosts: str  # as of `Elastic`
+    listen: str = ""
+    port: int = 0
+    rooms: Mapping[str, Room] = field(default_factory=dict)  # by the host's name
+    way: Road | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +128,15 @@ class JobSpec:
     threads: int | None = None  # per member; None: its share of the cores
     forgives: bool = False  # the run goes on when a worker other than the first is lost
     elastic: Elastic | None = None  # members may come and go
+    away: Away | None = None  # members that stay are on other hosts
     labels: tuple[str, ...] = ()  # of the members on this host; "gpu:0,1": of these alone
     replacing: Replacing | None = None  # with server processes: lost workers are started again
     silence_s: float = 3.0  # with server processes: after which a worker that is stopped is lost
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's own
     cwd: str | None = None
     python: str = sys.executable
+    token: str = ""  # of a run that others are told of beforehand; "": one is made
+    detached: bool = False  # the launcher has no terminal, and its end is not that of who started it
     terminal: bool = False  # give member 0 a terminal to draw on
 
     def __post_init__(self) -> None:
@@ -143,6 +190,17 @@ class Job(Protocol):
 
     def stop(self, number: int) -> None:
         """Ask it to stop, because of signal `number`; a second time, kill it."""
+
+    def resize(self) -> None:
+        """Our terminal has another size."""
+
+    @property
+    def met(self) -> bool:
+        """Whether members have come: a script that never joins is as many plain scripts."""
+
+    @property
+    def reason(self) -> str:
+        """Why the run could not go on; "": it could."""
 
 
 class Launcher(Protocol):

@@ -23,6 +23,8 @@ from paceline.membership.orders import (
     EndRun,
     Fetch,
     FromAgent,
+    FromTool,
+    Halt,
     Host,
     Look,
     Over,
@@ -175,6 +177,14 @@ def scale(address: str, token: str, size: int, limit_s: float = _ANSWER_LIMIT_S)
     return answer.text
 
 
+def halt(address: str, token: str, *, drain: bool = True, limit_s: float = _ANSWER_LIMIT_S) -> str:
+    """Let the run end, at once or (`drain`) when all members have left; what will be done about it."""
+    answer = _ask(address, token, Halt(drain=drain), limit_s)
+    if not isinstance(answer, Done):
+        raise ConfigError(f"unexpected answer from the scheduler: {type(answer).__name__}")
+    return answer.text
+
+
 def fetch(address: str, token: str, limit_s: float = _ANSWER_LIMIT_S) -> Work:
     """What members of the run are made of."""
     answer = _ask(address, token, Fetch(), limit_s)
@@ -183,7 +193,7 @@ def fetch(address: str, token: str, limit_s: float = _ANSWER_LIMIT_S) -> Work:
     return answer
 
 
-def _ask(address: str, token: str, wish: Look | Scale | Fetch, limit_s: float) -> ToTool:
+def _ask(address: str, token: str, wish: FromTool, limit_s: float) -> ToTool:
     with contextlib.closing(connect(address, token, limit_s)) as channel:
         channel.send(encode(wish))
         answer: ToTool = decode(channel.recv(limit_s), ToTool)

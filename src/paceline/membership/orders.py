@@ -4,7 +4,7 @@
     scheduler  → member      Standing or Refused, then NewView, Come, Drain; Noted answers Leave
     agent      → scheduler   Host, then Beat, Started, Ended, DrainHost; EndRun from the launcher's
     scheduler  → agent       Start, Stop, Over
-    tool       → scheduler   Look, Scale or Fetch, which Picture, Done, Work or Refused answers
+    tool       → scheduler   Look, Scale, Halt or Fetch, which Picture, Done, Work or Refused answers
 
 Every order carries the scheduler's term, which rises each time that a scheduler starts: what an older one says, or
 what is said of an older view, counts no more. Bytes that do not decode to exactly these are refused by name.
@@ -21,7 +21,7 @@ from paceline.core.settings import Settings
 from paceline.core.view import Member, View
 from paceline.membership.messages import Refused
 
-PROTOCOL = 4  # raised with every change that an older one would not understand
+PROTOCOL = 5  # raised with every change that an older one would not understand
 
 
 class Arrive(msgspec.Struct, frozen=True, tag="arrive", kw_only=True):
@@ -196,6 +196,13 @@ class Scale(msgspec.Struct, frozen=True, tag="scale", kw_only=True):
     size: int
 
 
+class Halt(msgspec.Struct, frozen=True, tag="halt", kw_only=True):
+    """Let the run end, as its launcher would with EndRun."""
+
+    protocol: int = PROTOCOL
+    drain: bool = True
+
+
 class Fetch(msgspec.Struct, frozen=True, tag="fetch", kw_only=True):
     """Tell me what members are made of, so that I can start some."""
 
@@ -264,7 +271,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 FromMember = Arrive | Ready | Broken | Formed | Slow | Here | Going | Leave
 FromAgent = Host | Beat | Started | Ended | DrainHost | EndRun
-FromTool = Look | Scale | Fetch
+FromTool = Look | Scale | Halt | Fetch
 ToScheduler = FromMember | FromAgent | FromTool
 ToMember = Standing | NewView | Come | Drain | Noted | Refused
 ToAgent = Start | Stop | Over | Refused

@@ -41,6 +41,7 @@ from paceline.membership.orders import (
     Fetch,
     Formed,
     Going,
+    Halt,
     Here,
     Host,
     Leave,
@@ -82,6 +83,7 @@ class Scheduler:
         journal: Path | str,
         host: str = "127.0.0.1",
         work: Work | None = None,
+        port: int = 0,
     ) -> None:
         self._work = work
         self._lock = threading.Lock()  # of the roster, the journal and the lines
@@ -92,7 +94,7 @@ class Scheduler:
         self._journal_failed = False
         try:
             kept = self._journal.load()
-            self._port = kept.pop("port", "0")
+            self._port = kept.pop("port", str(port))
             now = time.monotonic()
             self._roster = Roster.load(kept, rules, now) if kept else Roster(rules, now)
             self._save()
@@ -184,6 +186,11 @@ class Scheduler:
         elif isinstance(first, Scale):
             channel.send(encode(Done(self._scale(first.size))))
             channel.drain(_HELLO_LIMIT_S)
+        elif isinstance(first, Halt):
+            drain = first.drain
+            self._apply(lambda now: self._roster.end_run(drain, now))
+            channel.send(encode(Done("the members leave, and the run ends" if drain else "the run ends")))
+            channel.drain(_HELLO_LIMIT_S)
         elif isinstance(first, Fetch):
             if self._work is None:
                 raise ConfigError(
@@ -216,7 +223,7 @@ class Scheduler:
             finally:
                 self._forget(host.name, line)
         else:
-            raise ConfigError(f"a line begins with Arrive, Host, Look, Scale or Fetch, not {type(first).__name__}")
+            raise ConfigError(f"a line begins with Arrive, Host or a tool's wish, not {type(first).__name__}")
 
     def _refuse_twin(self, host: Host) -> None:
         with self._lock:
@@ -362,6 +369,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     silence_s: float = 3.0
     replacements: int = 3
     host: str = "127.0.0.1"  # to listen on
+    port: int = 0  # 0: any
     token: str = ""  # else PACELINE_TOKEN
     work: Work | None = None  # None: only the launcher's host has members
 
@@ -383,7 +391,7 @@ def main(arguments: list[str]) -> int:
         text = Path(arguments[0]).read_text() if arguments else sys.stdin.readline()
         told = msgspec.json.decode(text, type=Parameters)
         token = told.token or os.environ.get("PACELINE_TOKEN", "")
-        scheduler = Scheduler(told.rules(), token, told.journal, told.host, told.work)
+        scheduler = Scheduler(told.rules(), token, told.journal, told.host, told.work, told.port)
     except (OSError, msgspec.DecodeError, PacelineError) as error:
         print(f"paceline: the scheduler cannot start: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.data import Loader
+from paceline.data import Loader, rows
 from paceline.data.sampler import Deal
 from paceline.data.uploads import Uploads
 from paceline.server.dealing import Dealer, DealsFor
@@ -43,6 +43,7 @@ class Feeding:
         warn: Callable[[str], None],
     ) -> None:
         self.loaders: list[Loader] = []
+        self._from_ray: list[tuple[Any, Any]] = []  # datasets of Ray Data, and what stands for each
         self._world = world
         self._strategy = strategy
         self._dealer = dealer
@@ -58,6 +59,7 @@ class Feeding:
     ) -> Loader:
         """One more."""
         refuse_given("run.loader", options)
+        dataset, options = self.read_as(dataset, options)
         if self._team or self._world.replaces:
             again.check(dataset, options.get("partition"))
         if self._team:
@@ -85,6 +87,17 @@ class Feeding:
             again.check_dealt(loader)
         self.loaders.append(loader)
         return loader
+
+    def read_as(self, dataset: Any, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """What a loader reads, with its options: another dataset where this one is Ray's."""
+        if not rows.is_dataset(dataset) and not rows.is_share(dataset):
+            return dataset, options
+        known = [read for given, read in self._from_ray if given is dataset]
+        if known and not rows.is_share(dataset):
+            return known[0], options
+        read, options = rows.taken(dataset, options, len(self._from_ray), self._place()[1])
+        self._from_ray.append((dataset, read))
+        return read, options
 
     def uploads(self, limit: int, like: Any) -> Uploads:
         """What outsiders upload; see `Run.uploads`."""

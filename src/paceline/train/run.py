@@ -341,6 +341,7 @@ class Run(Models):
                     f"run.evaluate(..., {name}=...): every sample is visited once, in order and without fillers; leave "
                     f"{name} out, or loop over run.loader(..., {name}=...) under torch.no_grad()"
                 )
+        read, given = self._feeding.read_as(dataset, options)
         self._status.set("evaluating")
         with self._loop.waiting():
             self._strategy.together()
@@ -349,7 +350,7 @@ class Run(Models):
             here = group.ranks_here if isinstance(group, HubGroup) else range(group.size)
             rank, size = self._share() if self._cut else (here.index(group.rank), len(here))
             loader = Loader(
-                dataset,
+                read,
                 batch_size=batch_size,
                 rank=rank,
                 size=size,
@@ -358,7 +359,7 @@ class Run(Models):
                 shuffle=False,
                 pad=False,
                 agree=self._feeding.agree,
-                **options,
+                **given,
             )
             batches = ((batch, loader.last_real) for batch in loader)
             return metrics.evaluate(

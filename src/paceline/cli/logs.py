@@ -1,0 +1,97 @@
+"""`paceline logs`: what the members of a run have printed, and what they print."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.cli import runs
+from paceline.cli.display import Display
+from paceline.cli.flags import Parser, whole
+from paceline.core.errors import ConfigError
+from paceline.core.settings import Settings
+from paceline.environment import this_host
+from paceline.launch import reach, record
+
+_LOOK_S = 0.2
+_EPILOG = """\
+examples:
+  paceline logs                     all that the members of the newest run have printed, member by member
+  paceline logs big --lines 5       the last five lines of each
+  paceline logs big --rank 3        of one member
+  paceline logs big --follow        and what they print, until the run ends
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(prog="paceline logs", description="What the members of a run print.", epilog=_EPILOG)
+    parser.option("--root", parse=str, metavar="DIR", default=Settings().root, help="where runs live (runs)")
+    parser.option("--rank", parse=whole(0), metavar="K", help="of this member alone")
+    parser.option("--lines", parse=whole(0), metavar="N", help="the last N of each (default: all)")
+    parser.option("--follow", help="go on until the run ends")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="its name or directory (default: the newest)")
+    _, rest = parser.split(argv)
+    parser.split(rest[1:])  # an unknown option after RUN gets the nearest name too
+    given = parser.parse_args(argv)
+    known = runs.find(Path(given.root), given.run)
+    ranks = range(known.size) if given.rank is None else [given.rank]
+    if given.rank is not None and given.rank >= known.size:
+        raise ConfigError(f"--rank {given.rank}: run {known.directory.name!r} has members 0 to {known.size - 1}")
+    tails = [_Tail(known.directory / "logs" / f"rank-{rank}.log", rank) for rank in ranks]
+    display = Display(known.size)
+    for tail in tails:
+        for line in tail.first(given.lines):
+            display.line(tail.rank, "out", line)
+    if not given.follow and not any(tail.found for tail in tails):
+        print(f"paceline: nothing was printed so far (no logs in {known.directory / 'logs'})", file=sys.stderr)
+    while given.follow:
+        goes_on = _goes_on(known)  # asked first: what is printed before the end is read below
+        for tail in tails:
+            for line in tail.more(last=not goes_on):
+                display.line(tail.rank, "out", line)
+        if not goes_on:
+            break
+        time.sleep(_LOOK_S)
+    return 0
+
+
+class _Tail:
+    """A log that grows. A line is given when it is whole."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.rank = rank
+        self.found = False
+        self._path = path
+        self._at = 0
+        self._rest = b""
+
+    def first(self, count: int | None) -> list[str]:
+        lines = list(self.more(last=False))
+        return lines if count is None else lines[len(lines) - min(count, len(lines)) :]
+
+    def more(self, *, last: bool) -> Iterator[str]:
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._at:  # begun anew
+                    self._at, self._rest = 0, b""
+                file.seek(self._at)
+                data = file.read()
+                self._at = file.tell()
+                self.found = True
+        except OSError:  # not begun yet, or gone
+            data = b""
+        *whole_lines, self._rest = (self._rest + data).split(b"\n")
+        if last and self._rest:
+            whole_lines, self._rest = [*whole_lines, self._rest], b""
+        for line in whole_lines:
+            yield line.decode(errors="replace").rstrip("\r")
+
+
+def _goes_on(known: runs.Known) -> bool:
+    run = record.read(known.directory)
+    if run is None or run.finished is not None:
+        return False
+    return record.is_running(known.directory) if run.host == this_host() else reach.read(known.directory) is not None

@@ -1,0 +1,140 @@
+"""Members on a Ray cluster: `--on ray`.
+
+The launcher is a driver there. It has a placement group with one bundle for each host agent, an actor in each bundle
+that is the agent, and the scheduler as an actor that Ray starts again; see `launch.on_ray`. All of it ends with the
+launcher, be it in the background (`--detach`) or sent to the cluster as a job (`ray job submit`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from paceline.core.errors import ConfigError
+from paceline.core.on_ray import NAMESPACE
+from paceline.environment.paceline import VARIABLES
+from paceline.launch import preflight, preview, probe
+from paceline.launch.elastic import ElasticJob
+from paceline.launch.engines import Option, Shown
+from paceline.launch.on_ray.cluster import PIP, Share
+from paceline.launch.on_ray.ground import RayGround
+from paceline.launch.spec import Elastic, JobSpec
+
+_OTHERS = {"hosts": "", "slots": None, "start_on": Elastic.start_on}  # which Ray decides
+
+
+def _amount(least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf or (value > 1 and value != int(value)):
+            raise ConfigError(f"{text!r} is not an amount that Ray deals in: a whole number, or a part of one")
+        return value
+
+    return parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Runs on Ray."""
+
+    OPTIONS: ClassVar[tuple[Option, ...]] = (
+        Option(
+            field="address",
+            metavar="IP:PORT",
+            help="of the cluster; local: a new one (default: RAY_ADDRESS, else one that runs here, else a new one)",
+        ),
+        Option(field="cpus", metavar="C", parse=_amount(0.01), help="for each member (default: 1)"),
+        Option(field="gpus", metavar="G", parse=_amount(0.0), help="for each member (default: 0)"),
+        Option(field="sync", help="let Ray copy the working directory to the hosts first"),
+    )
+    spreads: ClassVar[bool] = True
+
+    address: str = ""
+    cpus: float = 1.0
+    gpus: float = 0.0
+    sync: bool = False
+
+    def prepare(self, spec: JobSpec) -> JobSpec:
+        elastic = spec.elastic
+        assert elastic
+        for name, default in _OTHERS.items():
+            if getattr(elastic, name) != default:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} does not go with --on ray: Ray knows its nodes; say how much each "
+                    "member needs (--cpus, --gpus)"
+                )
+        threads = spec.threads or max(1, int(self.cpus))  # Ray would give each member all of its agent's
+        own = {k: v for k, v in os.environ.items() if k.startswith("PACELINE_") and k not in VARIABLES}
+        cwd = str(Path(spec.cwd or Path.cwd()).absolute())
+        ground = RayGround(
+            Share(cpus=self.cpus, gpus=self.gpus),
+            elastic.least,
+            elastic.most,
+            spec.labels,
+            address=self.address,
+            working_dir=cwd if self.sync else "",
+        )
+        elastic = replace(elastic, slots=0, ground=ground)
+        return replace(spec, threads=threads, env=own | dict(spec.env), cwd=cwd, elastic=elastic, labels=())
+
+    def preview(self, spec: JobSpec) -> str:
+        assert spec.elastic
+        share = f"CPU {self.cpus:g}" + (f", GPU {self.gpus:g}" if self.gpus else "")
+        where = self.address or os.environ.get("RAY_ADDRESS") or "one that runs here, else a new one"
+        least, most = spec.elastic.least, spec.elastic.most
+        many = f"{most}" if least == most else f"{least} to {most}"
+        parts = [
+            f"# the Ray cluster: {where}" + (f"; {spec.cwd} is copied to it (--sync)" if self.sync else ""),
+            "# actor paceline-scheduler, on the launcher's node, which Ray starts again",
+            f"# placement group paceline: {many} times ({share}) in bundles, one for each host, as few as can be",
+            "# actor paceline-agent-HOST in each bundle, which starts as many of these as its bundle has room for:",
+        ]
+        there = replace(spec, elastic=replace(spec.elastic, slots=None, ground=None))
+        return "\n".join([*parts, *preview.members(there), preview.settings(spec)])
+
+    def check(self, spec: JobSpec) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(f"--on ray needs Ray, which is not installed: {PIP}")
+
+    def start(self, spec: JobSpec, shown: Shown) -> ElasticJob:
+        elastic = spec.elastic
+        assert elastic
+        ground = elastic.ground
+        assert isinstance(ground, RayGround), "prepare it first"
+        try:
+            found, slots = ground.enter()
+            hosts = self._meet(ground, spec)
+            what = "a Ray cluster of our own" if found.own else f"the Ray cluster at {found.address}"
+            shown.say(f"{what}: {slots} slot{'' if slots == 1 else 's'} on {', '.join(hosts)}")
+            if slots < elastic.most:
+                shown.say(f"there is room for {slots} of {elastic.most} members now; nodes that come are used")
+            elastic = replace(elastic, listen=elastic.listen or found.host)
+            env = {"RAY_ADDRESS": found.address, NAMESPACE: found.namespace, **spec.env}
+            return ElasticJob(replace(spec, elastic=elastic, env=env), elastic, shown.show, say=shown.say)
+        except BaseException:
+            ground.close()
+            raise
+
+    def _meet(self, ground: RayGround, spec: JobSpec) -> list[str]:
+        """The hosts, which have what the run needs."""
+        assert spec.cwd
+        facts = ground.meet({"cwd": spec.cwd})
+        wrong = preflight.compare(probe.facts({}), facts, otherwise="")
+        if not self.sync and (missing := [host for host, has in facts.items() if not has.cwd]):
+            wrong.append(f"host {', '.join(missing)}: there is no {spec.cwd}; share the disk, or give --sync")
+        elif not spec.module:
+            script = spec.script if self.sync else str(Path(spec.cwd) / spec.script)
+            if missing := ground.lacking(script):
+                then = "is it left out by .gitignore?" if self.sync else "copy it there (--sync does)"
+                wrong.append(f"host {', '.join(missing)}: there is no {script}; {then}")
+        if wrong:
+            raise ConfigError("\n  ".join(wrong if len(wrong) == 1 else ["the hosts are not ready:", *wrong]))
+        return list(facts)

@@ -1,0 +1,35 @@
+"""Who holds a run that was submitted to a queue: engine.json in its directory, next to where run.json will be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from paceline.core.errors import ConfigError
+
+FILE = "engine.json"
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What engine.json holds."""
+
+    engine: str
+    id: str  # by which the engine knows it
+    command: list[str] = []  # that submitted it
+    at: float = 0.0  # time.time()
+
+
+def write(directory: Path, held: Held) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(held)) + b"\n")
+
+
+def read(directory: Path) -> Held | None:
+    """None where a run was not submitted; ConfigError where the file cannot be understood."""
+    try:
+        return msgspec.json.decode((directory / FILE).read_bytes(), type=Held)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{directory / FILE} cannot be read: {error}") from None

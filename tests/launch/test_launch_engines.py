@@ -1,0 +1,86 @@
+"""The seam of engines: what each gives, and what `paceline run --on` makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.launch import engines, held
+from paceline.launch.spec import JobSpec
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", engines.ENGINES)
+def test_each_engine_keeps_the_contract(name: str) -> None:
+    made = engines.make(name, {})
+    fields = {field.name: field for field in dataclasses.fields(made)}  # type: ignore[arg-type]
+    assert {option.field for option in made.OPTIONS} <= set(fields)
+    assert all(field.default is not dataclasses.MISSING for field in fields.values())
+    for method in ("prepare", "preview", "check", "start"):
+        assert callable(getattr(made, method))
+    assert isinstance(made.spreads, bool)
+
+
+@pytest.mark.parametrize("name", engines.ENGINES)
+def test_an_engine_is_imported_without_torch_and_what_it_drives(name: str) -> None:
+    heavy = "torch", "numpy", "ray", "submitit", "kubernetes", "mpi4py"
+    code = f"import sys; from paceline.launch import engines; engines.make({name!r}, {{}})"
+    code += f"; sys.exit(' '.join(set(sys.modules) & set({heavy!r})) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_two_engines_mean_different_things_by_one_option() -> None:
+    seen: dict[str, engines.Option] = {}
+    for name in engines.ENGINES:
+        for option in engines.options(name):
+            before = seen.setdefault(option.name, option)
+            assert bool(before.metavar) == bool(option.metavar), option.name
+
+
+def test_an_unknown_engine_is_named_with_the_nearest(tmp_path: Path) -> None:
+    done = run("run", "-n", "2", "--on", "lokal", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--on 'lokal' is not an engine: did you mean 'local'?" in done.stderr
+
+
+def test_what_follows_the_script_is_not_an_engine(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    done = run("run", "-n", "1", "train.py", "--on", "mars", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "['--on', 'mars']" in done.stdout
+
+
+def test_local_is_the_engine_of_a_run_that_names_none(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    plain, named = (run("run", "-n", "2", *on, "--dry-run", "train.py", cwd=tmp_path) for on in ([], ["--on", "local"]))
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout == named.stdout
+    assert "# rank 1" in plain.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_who_holds_a_run_is_written_down(tmp_path: Path) -> None:
+    assert held.read(tmp_path / "big") is None
+    held.write(tmp_path / "big", held.Held(engine="local", id="7"))
+    found = held.read(tmp_path / "big")
+    assert found == held.Held(engine="local", id="7")
+    with pytest.raises(ConfigError, match="submits nothing"):
+        engines.queue(found)
+    (tmp_path / "big" / held.FILE).write_text("{")
+    with pytest.raises(ConfigError, match=r"engine\.json cannot be read"):
+        held.read(tmp_path / "big")
+
+
+def test_preparing_a_run_on_this_host_changes_nothing() -> None:
+    spec = JobSpec(script="train.py", num_members=3)
+    assert engines.make("local", {}).prepare(spec) is spec

@@ -1,0 +1,151 @@
+"""Runs on a Ray cluster of several nodes: nodes that are lost and come, and what Ray's users look at."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.launch import record
+from tests.launch._ray import LONG, Place, nodes, place, without_ray
+
+__all__ = ["nodes", "place"]
+pytestmark = [without_ray, pytest.mark.slow, pytest.mark.timeout(400)]
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+
+
+@contextlib.contextmanager
+def under_way(place: Place, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A long run, which has begun to train."""
+    place.script(LONG)
+    launcher = place.begin(*options)
+    try:
+        place.until(lambda: "step 10\n" in place.output or launcher.poll() is not None)
+        assert launcher.poll() is None, place.output
+        yield launcher
+    finally:
+        if launcher.poll() is None:
+            launcher.terminate()
+        launcher.wait(60)
+
+
+def steps(place: Place, size: int) -> int:
+    """How often members have printed that they are so many."""
+    return place.output.count(f"size {size} step")
+
+
+def test_digits_to_its_accuracy_on_two_nodes(place: Place) -> None:
+    done = place.paceline("run", "-n", "2", "--on", "ray", "--name", "it", str(DIGITS))
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = re.search(r"test accuracy: ([\d.]+)%", done.stdout)
+    assert accuracy
+    assert float(accuracy[1]) >= 97.0
+    hosts = re.search(r"2 slots on (\S+), (\S+)", done.stderr)
+    assert hosts
+    assert hosts[1] != hosts[2]
+    logs = place.paceline("logs", "it").stdout
+    assert "test accuracy" in logs
+    assert "finished" in place.paceline("status", "it").stdout
+
+
+def test_a_node_is_lost_and_another_comes(place: Place) -> None:
+    with under_way(place, "-n", "1:2"):
+        place.until(lambda: steps(place, 2) > 1)
+        place.nodes.kill()
+        place.until(lambda: steps(place, 1) > 1)  # the run goes on with the other
+        assert "the others go on" in place.output
+        assert "state-dump" not in place.output  # which Ray has to say of it
+        before = steps(place, 2)
+        place.nodes.add()
+        place.until(lambda: steps(place, 2) > before)
+        assert "the run is over" not in place.output
+
+
+def test_scale_status_logs_and_stop(place: Place) -> None:
+    with under_way(place, "-n", "1:2") as launcher:
+        place.until(lambda: steps(place, 2) > 1)
+        assert place.paceline("scale", "it", "1").returncode == 0
+        place.until(lambda: steps(place, 1) > 1)
+        status = place.paceline("status", "it")
+        assert status.returncode == 0
+        assert "running for" in status.stdout
+        assert "size 1 step" in place.paceline("logs", "it", "--lines", "3").stdout
+        stopped = place.paceline("stop", "it")
+        assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+        assert launcher.wait(30) == 143
+        assert "stopped by SIGTERM" in place.output
+
+
+def test_the_scheduler_is_started_again_by_ray(place: Place) -> None:
+    with under_way(place, "-n", "2"):
+        run = record.read(place.folder / "runs" / "it")
+        assert run
+        os.kill(run.scheduler_pid, signal.SIGKILL)
+        place.until(lambda: "the scheduler is back" in place.output)
+        after = record.read(place.folder / "runs" / "it")
+        assert after
+        assert (after.scheduler, after.scheduler_pid != run.scheduler_pid) == (run.scheduler, True)
+        before = steps(place, 2)
+        place.until(lambda: steps(place, 2) > before + 1)
+        assert place.paceline("scale", "it", "2").returncode == 0  # it answers
+        assert "was lost" not in place.output
+
+
+def test_members_end_with_the_launcher_however_it_ends(place: Place) -> None:
+    with under_way(place, "-n", "2") as launcher:
+        launcher.kill()  # the fixture waits until Ray has all of its cores back
+        launcher.wait(10)
+        members = [f for f in Path("/proc").glob("[0-9]*/cmdline") if b"train.py" in _words(f)]
+        place.until(lambda: not any(str(place.folder) in _cwd(f) for f in members), 30.0)
+
+
+def test_what_members_print_and_log_is_where_rays_users_look(place: Place) -> None:
+    with under_way(place, "-n", "2"):
+        printed = [file.read_text() for file in (place.nodes.session / "logs").glob("worker-*.out")]
+        ours = [text for text in printed if str(place.folder) in text and "size 2 step" in text]
+        assert len(ours) == 2  # an actor on each node
+
+
+def test_a_run_on_a_cluster_of_its_own_may_have_more_members_than_cores(place: Place) -> None:
+    place.script("import paceline\nrun = paceline.join()\nprint('hello', run.rank, run.size)\n")
+    done = place.paceline("run", "-n", "3", "--on", "ray", "--address", "local", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {f"hello {rank} 3" in done.stdout for rank in range(3)} == {True}
+    assert "a Ray cluster of our own" in done.stderr
+
+
+def test_the_working_directory_is_brought_along(place: Place) -> None:
+    place.script("import os, helper, paceline\nrun = paceline.join()\nprint('in', os.getcwd(), helper.WORD)\n")
+    (place.folder / "helper.py").write_text("WORD = 'brought'\n")
+    done = place.paceline("run", "-n", "2", "--on", "ray", "--sync", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"in \S*working_dir_files\S* brought", done.stdout), done.stdout
+
+
+def test_too_few_cores_are_counted(place: Place) -> None:
+    place.script("")
+    said = place.refused("-n", "9", "train.py")
+    assert "9 members need 9 CPUs" in said
+    assert "has 2 (2 free)" in said
+    assert "-n 2" in said
+    assert "2 GPUs, and the cluster" in place.refused("-n", "2", "--gpus", "1", "train.py")
+
+
+def _words(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _cwd(path: Path) -> str:
+    try:
+        return os.readlink(path.with_name("cwd"))
+    except OSError:
+        return ""
