@@ -25,9 +25,22 @@ VARIABLES = (
 _STARTER = "paceline run"
 
 
-def detect(env: Mapping[str, str]) -> Place | None:
-    if not any(env.get(v) for v in VARIABLES if v != LABELS):
-        return None
+# What members started by an engine may have of these: it gives them the rest.
+_BESIDE_ENGINES = ("PACELINE_RENDEZVOUS", "PACELINE_TOKEN", "PACELINE_SERVERS", LABELS)
+
+
+def given_a_place(env: Mapping[str, str]) -> bool:
+    """Whether our launcher, and no engine, gave this process its rank."""
+    return any(env.get(v) for v in VARIABLES if v not in _BESIDE_ENGINES)
+
+
+def refuse_parts(env: Mapping[str, str]) -> None:
+    """Where there is neither a rank of ours nor an engine: refuse what makes sense only with one of them."""
+    if any(env.get(v) for v in VARIABLES if v != LABELS):
+        given(env, "PACELINE_RANK", _STARTER)
+
+
+def detect(env: Mapping[str, str]) -> Place:
     elastic = bool(env.get("PACELINE_SCHEDULER"))
     address = _address(env, "PACELINE_SCHEDULER" if elastic else "PACELINE_RENDEZVOUS")
     place = Place(
@@ -53,7 +66,7 @@ def detect(env: Mapping[str, str]) -> Place | None:
             f"PACELINE_SERVERS={place.servers} contradicts PACELINE_SCHEDULER={place.scheduler!r}: an elastic run has "
             f"no servers; {_STARTER} sets both, so do not set them by hand"
         )
-    return below(place, "PACELINE_{}RANK", "PACELINE_{}SIZE")
+    return below(place, "PACELINE_RANK", "PACELINE_SIZE", "PACELINE_LOCAL_RANK", "PACELINE_LOCAL_SIZE")
 
 
 def variables(place: Place) -> dict[str, str]:

@@ -22,17 +22,26 @@ LABELS = "PACELINE_LABELS"  # set by `paceline run`; under torchrun and alone, b
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Which member this process is, and where the members meet."""
 
-    kind: str  # alone, paceline, torchrun
+    kind: str  # alone, paceline, torchrun, or an engine: slurm, mpi, ray, kubernetes
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     servers: int = 0  # the last so many of the ranks hold parameters and do not train
     host: str = ""  # the same for members that share memory and loopback; see `this_host`
-    rendezvous: str = ""  # "ip:port"; only for kind "paceline"
+    rendezvous: str = ""  # "ip:port"; not alone, and not under torchrun, whose members meet in its store
+    keeps: bool = False  # member 0 keeps the rendezvous: an engine started the members, and no launcher of ours
     scheduler: str = ""  # "ip:port", in place of a rendezvous where members come and go; `rank` is then the id
-    token: str = ""  # of the run; only for kind "paceline"
+    token: str = ""  # of the run; "": it is made when the members meet
+    job: str = ""  # what an engine started, in words: "Slurm job 12, step 0"
+    other_host: str = ""  # one that is not this, where the engine tells: the way there shows the right interface
     labels: tuple[str, ...] = ()  # what this member was told to have; see `core.labels`
+    note: str = ""  # what the user should know of how this was found out
+
+    @property
+    def launched(self) -> bool:
+        """Whether `paceline run` started this: then it keeps the rendezvous and has made the run's directory."""
+        return bool(self.rendezvous or self.scheduler) and not self.keeps
 
     @property
     def workers(self) -> int:
@@ -93,20 +102,16 @@ def given(env: Mapping[str, str], variable: str, starter: str) -> str:
     return text
 
 
-def below(place: Place, rank: str, size: str) -> Place:
-    """The place, if its ranks lie below its sizes; `rank` and `size` name the variables in the message."""
-    for mine, bound, prefix in (
-        (place.rank, place.size, ""),
-        (place.local_rank, place.local_size, "LOCAL_"),
+def below(place: Place, rank: str, size: str, local_rank: str, local_size: str) -> Place:
+    """The place, if its ranks lie below its sizes; the others are what the message calls them."""
+    for mine, bound, name, limit in (
+        (place.rank, place.size, rank, size),
+        (place.local_rank, place.local_size, local_rank, local_size),
     ):
         if mine >= bound:
-            raise ConfigError(
-                f"{rank.format(prefix)}={mine} must be below {size.format(prefix)}={bound}: "
-                f"check what started this process"
-            )
+            raise ConfigError(f"{name}={mine} must be below {limit}={bound}: check what started this process")
     if place.local_size > place.size:
         raise ConfigError(
-            f"{size.format('LOCAL_')}={place.local_size} exceeds {size.format('')}={place.size}: "
-            f"check what started this process"
+            f"{local_size}={place.local_size} exceeds {size}={place.size}: check what started this process"
         )
     return place

@@ -12,6 +12,16 @@ from paceline.environment.place import Place, below, given, labels_in, this_host
 _STARTER = "torchrun"
 # MASTER_ADDR alone means nothing: some sites export it in every shell.
 _TELLING = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+_ALL = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def by_its_agent(env: Mapping[str, str]) -> bool:
+    return bool(env.get("TORCHELASTIC_RUN_ID"))
+
+
+def complete(env: Mapping[str, str]) -> bool:
+    """Whether torchrun started this, or whoever did has set all that torchrun sets."""
+    return by_its_agent(env) or all(env.get(v) for v in _ALL)
 
 
 def detect(env: Mapping[str, str]) -> Place | None:
@@ -28,4 +38,4 @@ def detect(env: Mapping[str, str]) -> Place | None:
         host=this_host(),
         labels=labels_in(env),
     )
-    return below(place, "{}RANK", "{}WORLD_SIZE")
+    return below(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from paceline.membership.kept import settle
 from paceline.membership.meeting import Meeting, meet
 from paceline.membership.rendezvous import Rendezvous
 
-__all__ = ["Meeting", "Rendezvous", "meet"]
+__all__ = ["Meeting", "Rendezvous", "meet", "settle"]

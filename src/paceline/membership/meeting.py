@@ -1,7 +1,8 @@
 """A member's side of the meeting: from the place where it stands to the view that it is part of.
 
 Called once by `paceline.join()`, before any group is formed. Under our own launcher the members meet at its
-rendezvous; under torchrun in torch.distributed's store; alone there is nobody to meet.
+rendezvous, under an engine at member 0's (`kept`), under torchrun in torch.distributed's store; alone there is nobody
+to meet.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from paceline.core.settings import Settings
 from paceline.core.view import Member, View
 from paceline.environment.place import Place
 from paceline.membership.messages import Hello, Refused, Wait, Welcome, decode_answer, encode
+from paceline.transport.address import is_loopback, split_address
 from paceline.transport.channel import connect
 
 _ANSWER_LIMIT_S = 30.0  # beyond the time that the rendezvous announces for itself
@@ -71,11 +73,27 @@ def _at_rendezvous(place: Place, me: Member, settings: Settings) -> Meeting:
             if isinstance(answer, Wait):
                 answer = decode_answer(channel.recv(answer.limit_s + _ANSWER_LIMIT_S))
         except TimedOut:
-            raise TimedOut(f"the rendezvous at {place.rendezvous} does not answer: is the launcher stopped?") from None
+            keeper = "member 0" if place.keeps else "the launcher"
+            raise TimedOut(f"the rendezvous at {place.rendezvous} does not answer: is {keeper} stopped?") from None
         except Interrupted as error:
-            raise Interrupted(f"the launcher went away while member {place.rank} joined: {error}") from None
+            keeper = "member 0" if place.keeps else "the launcher"
+            raise Interrupted(f"{keeper} went away while member {place.rank} joined: {error}") from None
     if isinstance(answer, Refused):
         raise answer.error()
     if not isinstance(answer, Welcome):
         raise ConfigError(f"unexpected answer from the rendezvous: {type(answer).__name__}")
+    _check_addresses(answer.view)
     return Meeting(answer.view, answer.settings, place.token, answer.replaces, answer.late)
+
+
+def _check_addresses(view: View) -> None:
+    """Refuse members that the others cannot reach, before anybody waits for them."""
+    if len(view.hosts()) == 1:
+        return
+    for member in view.members:
+        if member.address and is_loopback(split_address(member.address)[0]):
+            raise ConfigError(
+                f"member {member.rank} on {member.host} can be reached at {member.address} only from its own host: the "
+                "name of the rendezvous leads back to itself there; set MASTER_ADDR to an address of rank 0's host "
+                "and MASTER_PORT to a free port, for all members"
+            )

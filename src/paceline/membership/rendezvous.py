@@ -1,6 +1,7 @@
 """The rendezvous: where the members of a run meet and become a view.
 
-It runs in the launcher's process, on threads of its own, and imports no torch. A round begins with the
+It runs in the launcher's process, or in member 0's where an engine started them, on threads of its own, and imports
+no torch. A round begins with the
 first member that says hello and ends when all have: each gets the same view and the launcher's settings.
 When one cannot come any more, those who wait are told at once; when the limit is reached, they are told who
 is missing.
@@ -38,12 +39,19 @@ class Rendezvous:
     """Waits for `size` members; lives until closed. `replaces`: lost ones are started again."""
 
     def __init__(
-        self, size: int, settings: Settings, token: str, host: str = "127.0.0.1", *, replaces: bool = False
+        self,
+        size: int,
+        settings: Settings,
+        token: str,
+        host: str = "127.0.0.1",
+        *,
+        port: int = 0,
+        replaces: bool = False,
     ) -> None:
         self._size = size
         self._replaces = replaces
         self._settings = settings
-        self._listener = Listener(host, token, max_message_bytes=MAX_MESSAGE_BYTES)
+        self._listener = Listener(host, token, port=port, max_message_bytes=MAX_MESSAGE_BYTES)
         self.address = self._listener.address
         self._lock = threading.Lock()
         self._number = 1  # of the view that the present round will give
@@ -115,7 +123,7 @@ class Rendezvous:
         channel.name = f"member {me.rank}"
         if hello.size != self._size:
             raise ConfigError(
-                f"member {me.rank} believes in {hello.size} members, the launcher started {self._size}: "
+                f"member {me.rank} believes in {hello.size} members, the rendezvous expects {self._size}: "
                 f"do not set PACELINE_SIZE by hand"
             )
         if not 0 <= me.rank < self._size:

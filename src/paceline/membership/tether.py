@@ -3,7 +3,8 @@
 A program of its own, run as `python -I -S tether.py …` with nothing but the standard library, so that it
 starts in a few milliseconds. Two ties hold a member:
 
-    bind    becomes the member, after asking the kernel to kill it when the agent's starting thread ends
+    bind    becomes the member, after asking the kernel to kill it when the agent's starting thread ends; `parent` in
+            place of the agent's number: whoever started it, where that is not the agent
     guard   stands beside the agent, reads which process groups live, and when the agent's end of the pipe
             closes kills what is left: what members started dies too, which the kernel does not promise
 
@@ -49,6 +50,6 @@ def guard() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "bind":
-        bind(int(sys.argv[2]), sys.argv[3:])
+        bind(os.getppid() if sys.argv[2] == "parent" else int(sys.argv[2]), sys.argv[3:])
     else:
         guard()

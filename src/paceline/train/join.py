@@ -6,6 +6,7 @@ and opens what a run writes. Alone it is a run of one, and nothing is exchanged 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from paceline.core.settings import Settings
 from paceline.core.status import BEFORE, Status
 from paceline.core.view import Member, View
 from paceline.environment import Place, detect
-from paceline.membership import Meeting, meet
+from paceline.membership import Meeting, meet, settle
 from paceline.membership.line import Line
 from paceline.membership.orders import Arrive
 from paceline.parallel.cut import Cut
@@ -41,7 +42,7 @@ from paceline.train.rates import RULES, factor
 from paceline.train.run import Run
 from paceline.train.team import Team
 from paceline.train.tensorboard import tensorboard_sink
-from paceline.transport.address import split_address
+from paceline.transport.address import is_loopback, split_address
 from paceline.transport.group import Group, solo
 from paceline.transport.hub import HubGroup
 from paceline.transport.torch_backend import without_torch
@@ -77,12 +78,13 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         settings["strategy"] = strategy
     asked = Settings().with_(**settings)
     _check_words(asked)  # before a directory is made
-    if place.kind != "paceline" and place.rank == 0:
+    if not place.launched and place.rank == 0:
         if not asked.name:
             asked = asked.with_(name=make_directory(Path(asked.root), "", script).name)
         for old in Path(asked.root, asked.name, "status").glob("rank-*"):  # of members that are gone
             old.unlink(missing_ok=True)
         queue.clear(Path(asked.root, asked.name))
+    place = settle(place, asked)
     wires: list[Wires] = []
 
     def describe(token: str) -> Member:
@@ -198,13 +200,22 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             closer()
 
     ending.watch(run._finish, [close])
-    if place.kind == "paceline" and place.rank == 0:
+    _say_where(run, place)
+    if place.launched and place.rank == 0:
         for message in [*_without_effect(settings, agreed), *([said] if said else [])]:
             events.emit("warning", message=message)
         if chosen.forgives and place.size > 1 and not place.servers and "strategy" not in agreed.pinned:
             run._tell(_shards_live_here(agreed.strategy))
     _current = run
     return run
+
+
+def _say_where(run: Run, place: Place) -> None:
+    """Under our launcher it is known; alone it goes without saying, unless more was to be expected."""
+    by = place.job or ("torchrun" if place.kind == "torchrun" else "")
+    line = f"{run.size} members, started by {by}" if by and not place.launched else place.note
+    if line and run.settings.progress != "off":
+        run._tell(line)
 
 
 def _check_elastic(strategy: Strategy, settings: Settings, least: int, most: int) -> None:
@@ -262,7 +273,7 @@ def _desk(place: Place, wires: Wires, directory: Path, token: str, strategy: Str
 
 def _merge(launched: Settings, given: dict[str, Any], place: Place) -> Settings:
     """What the script gives, but for what the launcher was told; the launcher made the directory already."""
-    if place.kind != "paceline":
+    if not place.launched:
         return launched
     fixed = {"name", "root", *launched.pinned}
     return launched.with_(**{name: value for name, value in given.items() if name not in fixed})
@@ -334,8 +345,13 @@ def _address(place: Place) -> str:
         return own_address(split_address(place.scheduler)[0])
     if place.local_size == place.size:
         return "127.0.0.1"
-    towards = place.rendezvous.rsplit(":", 1)[0] if place.kind == "paceline" else os.environ["MASTER_ADDR"]
-    return own_address(towards.strip("[]"))
+    if place.kind == "torchrun":
+        return own_address(os.environ["MASTER_ADDR"].strip("[]"))
+    address = own_address(split_address(place.rendezvous)[0])
+    if is_loopback(address) and place.other_host:
+        with contextlib.suppress(ConfigError):  # a name that only the engine knows
+            address = own_address(place.other_host)
+    return address
 
 
 def _events(

@@ -28,6 +28,7 @@ from paceline.membership.process import Show
 ENGINES = {
     "local": "on this host",
     "ssh": "on hosts that ssh leads to",
+    "mpi": "by mpirun",
 }
 
 
