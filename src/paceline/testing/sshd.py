@@ -20,6 +20,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError, PacelineError
 
 _LIMIT_S = 20.0
+_LOOPBACK = "127.0.0.1"
 _SERVER = """\
 Port {port}
 ListenAddress {address}
@@ -67,7 +68,7 @@ class Sshd:
         self.dir = directory
         self.names = list(names)
         self._inside, self._more = inside or {}, more or {}
-        self._addresses = {name: (addresses or {}).get(name, "127.0.0.1") for name in names}
+        self._addresses = {name: (addresses or {}).get(name, _LOOPBACK) for name in names}
         self.ports: dict[str, int] = {}
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -95,7 +96,7 @@ class Sshd:
         clients, known = [], []
         for name, address in self._addresses.items():
             _key(self.dir / f"host-{name}")
-            self.ports[name] = port = 22 if name in self._inside else _free_port(address)
+            self.ports[name] = port = _free_port(address) if address == _LOOPBACK else 22
             own = {"folder": self.dir, "name": name, "address": address, "port": port}
             (self.dir / f"sshd-{name}").write_text(_SERVER.format(more=self._more.get(name, ""), **own))
             clients.append(_CLIENT.format(**own))
