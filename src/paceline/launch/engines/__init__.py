@@ -28,6 +28,7 @@ from paceline.membership.process import Show
 ENGINES = {
     "local": "on this host",
     "ssh": "on hosts that ssh leads to",
+    "slurm": "in a Slurm job",
     "mpi": "by mpirun",
 }
 
@@ -93,6 +94,14 @@ class Queue(Protocol):
         """Take it back, or end it; what was done."""
 
 
+@runtime_checkable
+class Ends(Protocol):
+    """A queue that knows whether a job is over."""
+
+    def over(self, held: Held) -> bool:
+        """Whether it neither waits nor runs."""
+
+
 def load(name: str) -> Callable[..., Engine]:
     """The class of an engine."""
     if name not in ENGINES:
@@ -115,6 +124,12 @@ def make(name: str, values: Mapping[str, Any]) -> Engine:
 def owner(option: str) -> str:
     """The engine that has an option of this name; "": none."""
     return next((name for name in ENGINES if option in (o.name for o in options(name))), "")
+
+
+def over(held: Held) -> bool:
+    """Whether a run that was submitted is over, as far as its queue can tell."""
+    asked = queue(held)
+    return isinstance(asked, Ends) and asked.over(held)
 
 
 def queue(held: Held) -> Queue:
