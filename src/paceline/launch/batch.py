@@ -17,15 +17,17 @@ cd {cwd} || exit 1
 {command} &
 launcher=$!
 """
-# Requeued by us only where the launcher was stopped and had not finished; taken nodes Slurm requeues by itself.
+# A job that ends within the grace of those who take its nodes is not requeued by Slurm.
 _AWAIT = """\
 again=
 trap 'again=yes; kill -TERM $launcher' USR1
 trap 'kill -TERM $launcher' TERM INT
 wait $launcher; code=$?
 while kill -0 $launcher 2>/dev/null; do wait $launcher; code=$?; done  # a signal ends a wait too
-if [ -n "$again" ] && [ $code -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID" && sleep 60; fi
-exit $code
+"""
+_REQUEUE = """\
+scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]' && again=yes
+if [ -n "$again" ] && [ $code -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 """
 
 
@@ -40,8 +42,9 @@ def script(options: Sequence[str], words: Sequence[str], cwd: Path, *, fresh: bo
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
     if requeue:
         lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append", f"#SBATCH --signal=B:USR1@{NOTICE_S}"]
+    after = f"{_AWAIT}{_REQUEUE if requeue else ''}exit $code\n"
     command = shlex.join(words)
     if fresh:
         lines.append('fresh=--fresh; [ -z "$SLURM_RESTART_COUNT" ] || fresh=')
         command = f"{shlex.join(words[:5])} $fresh {shlex.join(words[5:])}"
-    return "\n".join(lines) + "\n" + _START.format(cwd=shlex.quote(str(cwd)), command=command) + _AWAIT
+    return "\n".join(lines) + "\n" + _START.format(cwd=shlex.quote(str(cwd)), command=command) + after

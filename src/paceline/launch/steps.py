@@ -1,7 +1,7 @@
 """The way to the nodes of a Slurm allocation: a step on each, by srun, which carries the environment.
 
 Where the run is found goes through the standard input, so that no command line shows the token. An agent ends when the
-step does, and drains when the input ends.
+step does, and drains when the input ends. SIGTERM is sent to all steps of a job, so it is for the run.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Steps:
     def command(self, host: str, slots: int, labels: tuple[str, ...]) -> list[str]:
         """What is started here for an agent there."""
         more = [word for label in labels for word in ("--label", label)]
-        agent = ["-P", "-m", "paceline", "agent", "--join", "-", "--name", host, "--slots", str(slots), *more]
-        return [*self.words(host), self.python or sys.executable, *agent]
+        agent = ["-P", "-m", "paceline", "agent", "--join", "-", "--together", "--name", host, "--slots", str(slots)]
+        return [*self.words(host), self.python or sys.executable, *agent, *more]
 
     def input(self, host: str, slots: int, labels: tuple[str, ...]) -> bytes:
         """Nothing but where the run is found."""
