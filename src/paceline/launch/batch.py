@@ -19,11 +19,10 @@ launcher=$!
 """
 # A job that ends within the grace of those who take its nodes is not requeued by Slurm.
 _AWAIT = """\
-again=
-trap 'again=yes; kill -TERM $launcher' USR1
-trap 'kill -TERM $launcher' TERM INT
-wait $launcher; code=$?
-while kill -0 $launcher 2>/dev/null; do wait $launcher; code=$?; done  # a signal ends a wait too
+again= told=yes
+trap 'told=yes again=yes; kill -TERM $launcher' USR1
+trap 'told=yes; kill -TERM $launcher' TERM INT
+while [ -n "$told" ]; do told=; wait $launcher; code=$?; done  # a signal ends a wait too
 """
 _REQUEUE = """\
 scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]' && again=yes

@@ -35,6 +35,7 @@ _WAITS = {
     "ReqNodeNotAvail": "for nodes that are down or reserved",
     "Dependency": "for another job",
     "BeginTime": "for a moment, as it was in the queue before",
+    "PartitionConfig": "for what its partition does not have: start fewer members, or give less --time",
     "PartitionTimeLimit": "for ever: --time is above what its partition allows",
     "PartitionNodeLimit": "for ever: its partition does not allow as many nodes",
     "JobHeldUser": "held: scontrol release {id}",
