@@ -139,15 +139,22 @@ class Slurm:
         daemon.wait()
         self._end_all_on(node)
 
+    def cancel_all(self) -> None:
+        """End all jobs, and wait until the nodes are free."""
+        jobs = self.run("squeue", "--noheader", "--format=%A").split()
+        if jobs:
+            with contextlib.suppress(PacelineError):  # one may end meanwhile
+                self.run("scancel", "--signal=KILL", "--full", *jobs)
+            with contextlib.suppress(PacelineError):
+                self.run("scancel", *jobs)
+        deadline = time.monotonic() + _LIMIT_S
+        while self.run("squeue", "--noheader") and time.monotonic() < deadline:
+            time.sleep(0.1)
+
     def close(self) -> None:
         """End all jobs, then all daemons."""
         with contextlib.suppress(PacelineError, OSError, subprocess.TimeoutExpired):
-            if "slurmctld" in self._running:
-                self.run("scancel", "--user=root", "--signal=KILL", "--full")
-                self.run("scancel", "--user=root")
-                deadline = time.monotonic() + _LIMIT_S
-                while self.run("squeue", "--noheader") and time.monotonic() < deadline:
-                    time.sleep(0.1)
+            self.cancel_all()
         for node in self.nodes:
             self._end_all_on(node)
         for name in reversed(list(self._running)):
