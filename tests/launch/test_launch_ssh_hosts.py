@@ -116,6 +116,7 @@ def test_a_host_without_the_script(tmp_path: Path) -> None:
     assert f"host b: there is no {place.folder}/train.py; copy it there (--sync does)" in said
 
 
+@pytest.mark.slow
 def test_files_are_copied_and_logs_come_back(tmp_path: Path) -> None:
     with own_disk(tmp_path) as place:
         (place.folder / "package").mkdir()
@@ -134,6 +135,7 @@ def test_files_are_copied_and_logs_come_back(tmp_path: Path) -> None:
     assert sorted(re.findall(r"hello (\d)", logs)) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_nothing_is_copied_onto_itself(tmp_path: Path) -> None:
     with servers_of(tmp_path) as servers:
         place = Place(tmp_path / "work", servers)
