@@ -38,18 +38,19 @@ def files(cwd: Path, root: Path) -> list[str]:
     return found
 
 
-def send(ssh: Sequence[str], host: str, cwd: Path, names: Sequence[str], *, rsync: bool) -> None:
-    """Copy these files to a host; ConfigError says why not."""
-    made = _run([*ssh, host, f"mkdir -p {shlex.quote(str(cwd))}"], b"")
+def send(
+    ssh: Sequence[str], host: str, cwd: Path, names: Sequence[str], *, rsync: bool, to: Path | None = None
+) -> None:
+    """Copy these files to a host, into the same folder or into `to`; ConfigError says why not."""
+    to = to or cwd
+    folder = shlex.quote(str(to))
+    made = _run([*ssh, host, f"mkdir -p {folder}"], b"")
     if not made and rsync and shutil.which("rsync"):
-        way = shlex.join(ssh)
         given = b"\0".join(os.fsencode(name) for name in names)
-        said = _run(
-            ["rsync", "-a", "--from0", "--files-from=-", "-e", way, f"{cwd}/", f"{host}:{shlex.quote(str(cwd))}/"],
-            given,
-        )
+        command = ["rsync", "-a", "--from0", "--files-from=-", "--protect-args", "-e", shlex.join(ssh)]
+        said = _run([*command, f"{cwd}/", f"{host}:{to}/"], given)
     else:
-        said = made or _archive([*ssh, host, f"tar -xzf - -C {shlex.quote(str(cwd))}"], cwd, names)
+        said = made or _archive([*ssh, host, f"tar -xzf - -C {folder}"], cwd, names)
     if said:
         raise ConfigError(f"host {host}: {cwd} cannot be copied there: {said}; check that you may write there")
 
