@@ -68,7 +68,7 @@ def paceline(*args):
         (["-n", "2:"], "'2:' is not MIN:MAX"),
         (["-n", "1:2:3"], "'1:2:3' is not MIN:MAX"),
         (["-n", "2:x"], "'2:x' is not MIN:MAX"),
-        (["-n", "2:4", "--strategy", "async", "--hosts", "x"], "--hosts is for elastic runs of all-reduce: with"),
+        (["-n", "2:4", "--strategy", "async", "--slots", "1"], "--slots is for elastic runs of all-reduce: with"),
         (["-n", "4", "--strategy", "sync", "--standbys", "2"], "lost workers are started again on this host"),
         (["-n", "2:4", "--strategy", "async", "--servers", "colocated"], "so a lost one cannot be replaced"),
         (["-n", "2:4", "--transport", "gloo"], "-n MIN:MAX does not go with --transport gloo: torch's groups"),

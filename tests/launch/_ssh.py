@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from paceline.testing.sshd import Sshd
 
 LIMIT_S = 150.0
 SOURCES = str(Path(__file__).parents[2] / "src")
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 HELLO = "import paceline\nrun = paceline.join()\nprint('hello', run.rank, run.size)\n"
 LONG = """
 import time, torch, paceline
@@ -98,6 +100,12 @@ def until(fact: Callable[[], bool], said: Callable[[], str] = lambda: "", limit_
     while not fact():
         assert time.monotonic() < deadline, said()
         time.sleep(0.1)
+
+
+def accuracy(output: str) -> float:
+    found = re.search(r"test accuracy: ([\d.]+)%", output)
+    assert found, output
+    return float(found[1])
 
 
 def servers_of(folder: Path, names: Sequence[str] = ("a", "b"), **more: Mapping[str, str]) -> Sshd:

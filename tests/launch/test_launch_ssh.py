@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import posts, record
+from paceline.launch import posts, record, seats
 from paceline.launch.engines import ssh
 from paceline.launch.secure_shell import SecureShell
-from tests.launch._ssh import LIMIT_S, LONG, Place, place, servers_of, until
+from paceline.launch.spec import JobSpec, Room
+from tests.launch._ssh import DIGITS, LIMIT_S, LONG, Place, accuracy, place, servers_of, until
 
 __all__ = ["place"]
 
@@ -112,8 +113,9 @@ def test_ssh_is_not_installed(place: Place) -> None:
         ((*HOSTS, "--interface", "nothing0"), r"--interface 'nothing0': this host has .*\blo\b"),
         ((*HOSTS, "--env", "NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE: it is not set here"),
         ((*HOSTS, "--env", "PACELINE_RANK=1"), "the launcher sets it"),
-        ((*HOSTS, "--strategy", "async"), "has servers, whose runs stay on one host"),
-        ((*HOSTS, "--transport", "gloo"), "--on ssh does not go with --transport gloo"),
+        ((*HOSTS, "--strategy", "async", "--slots", "1"), "--slots is for elastic runs of all-reduce"),
+        ((*HOSTS, "--transport", "gloo", "--standbys", "1"), "--standbys is for runs whose members may come and go"),
+        (("-n", "1:2", "--hosts", "a,b", "--transport", "gloo"), "-n MIN:MAX does not go with --transport gloo"),
         (("-n", "2", "--hosts", "missing.txt"), "there is no such file"),
         (("-n", "2", "--hosts", "a:1,a:1"), "stands there twice"),
         (("-n", "2", "--hosts", "a:0,b:x"), "is not a host's name"),
@@ -185,13 +187,50 @@ def test_an_elastic_run_begins_without_a_host_that_is_down(place: Place) -> None
 
 @pytest.mark.slow
 def test_digits_reach_their_accuracy(place: Place) -> None:
-    example = Path(__file__).parents[2] / "examples" / "digits.py"
-    place.script(example.read_text())
+    place.script(DIGITS.read_text())
     done = place.run(*HOSTS, "--threads", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"test accuracy: ([\d.]+)%", done.stdout)
-    assert found, done.stdout
-    assert float(found[1]) >= 97.0
+    assert accuracy(done.stdout) >= 97.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--strategy", "async"), ("--mesh", "shard=2"), ("--transport", "gloo")])
+def test_runs_whose_members_stay(place: Place, options: tuple[str, ...]) -> None:
+    script = DIGITS.read_text()
+    if "--mesh" in options:
+        script = script.replace("Net().to(run.device)", "run.model(Net())")
+    place.script(script)
+    done = place.run(*HOSTS, "--threads", "1", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert accuracy(done.stdout) >= 97.0
+    assert "RuntimeWarning" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_is_started_again(place: Place) -> None:
+    place.script(LONG)
+    with place.begin(*HOSTS, "--strategy", "async", "--replacements", "2") as process:
+        until(lambda: place.logs.count("] step") > 4, lambda: place.output)
+        workers = members(place.folder)
+        assert len(workers) == 2, place.output
+        os.kill(workers[-1], signal.SIGKILL)
+        until(lambda: "started again in" in place.output, lambda: place.output)
+        until(lambda: len(members(place.folder)) == 2, lambda: place.output)
+        done = place.paceline("stop", "it")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert process.wait(LIMIT_S) == 143, place.output
+    until(lambda: members(place.folder) == [], lambda: str(members(place.folder)))
+
+
+@pytest.mark.slow
+def test_members_that_stay_end_with_a_launcher_that_is_killed(place: Place) -> None:
+    place.script(LONG)
+    with place.begin(*HOSTS, "--strategy", "sync") as process:
+        until(lambda: place.logs.count("] step") > 2, lambda: place.output)
+        assert len(members(place.folder)) == 2
+        process.kill()
+        process.wait()
+    until(lambda: members(place.folder) == [], lambda: str(members(place.folder)))
 
 
 @pytest.mark.slow
@@ -273,8 +312,8 @@ def test_a_detached_run_that_cannot_start_says_so(place: Place) -> None:
 
 
 def test_lists_of_hosts() -> None:
-    assert posts.read("a:4,b") == {"a": posts.Room(4), "b": posts.Room(1)}
-    assert posts.read("me@node7:2") == {"me@node7": posts.Room(2)}
+    assert posts.read("a:4,b") == {"a": Room(4), "b": Room(1)}
+    assert posts.read("me@node7:2") == {"me@node7": Room(2)}
 
 
 def test_what_is_said_of_a_failure_that_nobody_knows() -> None:
@@ -285,6 +324,13 @@ def test_what_is_said_of_a_failure_that_nobody_knows() -> None:
 def test_what_goes_along_by_itself() -> None:
     environ = {"PACELINE_OTHER": "1", "PACELINE_TOKEN": "secret", "PACELINE_RANK": "0", "HOME": "/root"}
     assert ssh._carried(environ) == {"PACELINE_OTHER": "1"}
+
+
+def test_who_sits_where() -> None:
+    spec = JobSpec(script="train.py", num_members=3, num_servers=2)
+    rooms = {"a": Room(2), "b": Room(2), "c": Room(1)}
+    assert seats.seats(spec, rooms) == ["a", "a", "b", "a", "b"]
+    assert seats.listing(spec, rooms) == ["# host a: rank 0, 1; server 3", "# host b: rank 2; server 4"]
 
 
 # ---- processes
@@ -299,13 +345,23 @@ def words_of(pid: int) -> list[str]:
 
 def agents(folder: Path) -> list[int]:
     """The agents that work in a folder."""
+    return working(folder, "agent")
+
+
+def members(folder: Path) -> list[int]:
+    """The members there, but not what started them."""
+    return working(folder, "train.py")
+
+
+def working(folder: Path, word: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             here = (path / "cwd").resolve() == folder.resolve()
         except OSError:
             continue
-        if here and "agent" in words_of(int(path.name)):
+        words = words_of(int(path.name))
+        if here and word in words and "run" not in words and "bind" not in words:
             found.append(int(path.name))
     return sorted(found)
 

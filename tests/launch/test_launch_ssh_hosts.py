@@ -16,9 +16,7 @@ import pytest
 
 from paceline.testing.hosts import Hosts
 from paceline.testing.sshd import Sshd
-from tests.launch._ssh import HELLO, LIMIT_S, SOURCES, Place, servers_of, until
-
-DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+from tests.launch._ssh import DIGITS, HELLO, LIMIT_S, SOURCES, Place, accuracy, servers_of, until
 
 
 class Apart(Place):
@@ -143,9 +141,3 @@ def test_nothing_is_copied_onto_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "--sync: nothing to copy" in done.stderr
     assert (place.folder / "train.py").read_text() == HELLO
-
-
-def accuracy(output: str) -> float:
-    found = re.search(r"test accuracy: ([\d.]+)%", output)
-    assert found, output
-    return float(found[1])

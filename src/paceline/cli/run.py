@@ -18,10 +18,11 @@ from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, variable, whole
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
+from paceline.core.settings import Settings
 from paceline.launch import beforehand, cores, engines, servers
 from paceline.launch.elastic import DRAIN_S
-from paceline.launch.engines import Engine, Shown, Submitted
-from paceline.launch.spec import Elastic, Job, JobSpec, Replacing
+from paceline.launch.engines import Engine, Seating, Shown, Submitted
+from paceline.launch.spec import Away, Elastic, Job, JobSpec, Replacing
 from paceline.membership.agent import Outcome
 
 _LOOK_S = 0.1
@@ -54,6 +55,7 @@ _ELASTIC = (
     Flag("start_on", "COMMAND", str, "what leads to such a host, instead of --on ssh"),
 )
 _SERVED = ("replacements", "silence_s")  # of these, for runs with servers too
+_PLACED = ("hosts", "listen", "port")  # and these where members that stay are on other hosts
 _SCRIPTS = (".py", ".pyw", ".pyc", ".pyz")
 _ONCE_S = 0.3  # signals so close to each other are one
 _NOTES = {"listen": "none", "port": "0", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> int:
     given, engine, spec = _asked(argv)
     spec = engine.prepare(spec)
     shown = engine.preview(spec)  # also finds out whether the script can be started
-    beforehand.check(spec.settings, here=spec.elastic is None or spec.elastic.own_slots > 0)
+    beforehand.check(spec.settings, here=spec.elastic.own_slots > 0 if spec.elastic else spec.away is None)
     if given.dry_run:
         print(shown)
         return 0
@@ -156,12 +158,9 @@ def _spec(given: Namespace, rest: list[str], engine: Engine) -> JobSpec:
         )
     settings = settings_of(given)
     served = servers.served(settings.strategy)
-    if served and engine.spreads:
-        raise ConfigError(
-            f"--strategy {settings.strategy} has servers, whose runs stay on one host: leave --on {given.on} out, or "
-            "use allreduce, or steps of its own (diloco, local)"
-        )
-    replacing, elastic = (_replacing(given), None) if served else (None, _elastic(given, engine))
+    away = _away(given, settings, served, engine)
+    replacing = _replacing(given, away is not None) if served else None
+    elastic = None if served or away else _elastic(given, engine)
     comes = "" if elastic is None else "-n MIN:MAX" if given.members.elastic else f"--on {given.on}"
     if elastic:
         beforehand.check_elastic(settings, comes)
@@ -186,6 +185,7 @@ def _spec(given: Namespace, rest: list[str], engine: Engine) -> JobSpec:
         forgives=forgives,
         elastic=elastic,
         replacing=replacing,
+        away=away,
         silence_s=given.silence_s or _DEFAULT.silence_s,
         settings=settings,
         threads=given.threads,
@@ -194,6 +194,22 @@ def _spec(given: Namespace, rest: list[str], engine: Engine) -> JobSpec:
         detached=given.detach,
         terminal=can_draw() and settings.progress in ("auto", "rich") and not given.detach,
     )
+
+
+def _away(given: Namespace, settings: Settings, served: bool, engine: Engine) -> Away | None:
+    """Hosts for members that stay, where the run is one that a scheduler cannot have."""
+    torch_groups = settings.transport in ("gloo", "nccl")
+    if not engine.spreads or not (served or (not given.members.elastic and (settings.mesh or torch_groups))):
+        return None
+    if not isinstance(engine, Seating):
+        what = f"--strategy {settings.strategy}" if served else "--mesh" if settings.mesh else "--transport"
+        raise ConfigError(
+            f"{what} needs members that stay, which --on {given.on} does not start: leave one of them out"
+        )
+    for flag in _ELASTIC if not served else ():
+        if getattr(given, flag.field) is not None and flag.field not in _PLACED:
+            raise ConfigError(f"{flag.option} is for runs whose members may come and go: leave it out here")
+    return Away(hosts=given.hosts or "", listen=given.listen or "", port=given.port or 0)
 
 
 def _elastic(given: Namespace, engine: Engine) -> Elastic | None:
@@ -209,10 +225,11 @@ def _elastic(given: Namespace, engine: Engine) -> Elastic | None:
     return None
 
 
-def _replacing(given: Namespace) -> Replacing | None:
+def _replacing(given: Namespace, away: bool) -> Replacing | None:
     """With servers: what is done about lost workers; None: they are not started again."""
     values = [flag for flag in _ELASTIC if getattr(given, flag.field) is not None]
-    if other := next((flag for flag in values if flag.field not in _SERVED), None):
+    known = (*_SERVED, *_PLACED) if away else _SERVED
+    if other := next((flag for flag in values if flag.field not in known), None):
         raise ConfigError(
             f"{other.option} is for elastic runs of all-reduce: with servers, lost workers are started again on this "
             "host; leave it out"
@@ -275,7 +292,7 @@ def _catch_signals() -> deque[int]:
 
 def _say_what_starts(spec: JobSpec, job: Job, display: Display) -> None:
     usable = cores.cores().usable
-    here = min(spec.num_members, spec.elastic.own_slots) if spec.elastic else spec.num_members
+    here = min(spec.num_members, spec.elastic.own_slots) if spec.elastic else 0 if spec.away else spec.num_members
     threads, warning = cores.share(max(1, here), usable)
     if warning:
         display.say(f"warning: {warning}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.core import lost, trained
 from paceline.core.settings import Settings
-from paceline.launch import record, servers
+from paceline.launch import record, seats, servers
 from paceline.launch.background import Background
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.finishing import made_good, with_last_words
@@ -74,6 +74,8 @@ class LocalJob:
         self._stopped_by = 0
         self.token = secrets.token_hex(32)
         plan(spec, "", self.token)  # a script that cannot be started leaves no directory behind
+        away = spec.away
+        self._where = (away.listen, away.port) if away else ("127.0.0.1", 0)
         size = spec.size
         self._record = record.Record(spec.settings, spec.script, size)
         self.settings: Settings = told(spec, self._record)
@@ -160,9 +162,13 @@ class LocalJob:
         self._again = Replacements(replacing, self.dir, workers, self._say) if replacing else None
         self._beginning = Beginning(self.dir, workers)
         losable = range(0 if replacing else 1, workers) if self._spec.forgives or replacing else ()
-        self._rendezvous = Rendezvous(self._size, self.settings, self.token, replaces=replacing is not None)
+        host, port = self._where
+        self._rendezvous = Rendezvous(
+            self._size, self.settings, self.token, host, port=port, replaces=replacing is not None
+        )
+        starts = seats.starts if self._spec.away else plan
         self._agent = Agent(
-            plan(self._spec, self._rendezvous.address, self.token),
+            starts(self._spec, self._rendezvous.address, self.token),
             self._show,
             logs=self.dir / "logs",
             notice_s=self._notice_s,

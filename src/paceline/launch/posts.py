@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 
@@ -27,7 +27,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.lost import how
 from paceline.launch.joined import APART
 from paceline.launch.reach import Reach
-from paceline.launch.spec import Elastic
+from paceline.launch.spec import Elastic, Room
 from paceline.membership.process import Show
 from paceline.transport.address import is_loopback
 from paceline.transport.wires import own_address
@@ -40,13 +40,6 @@ _LEAVE_S = 30.0  # for one that drains
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*")
 _FILES = (".txt", ".hosts", ".list", ".conf", ".cfg", ".sh", ".py")
 _MEMBER = re.compile(r"\[ *(\d+)\] (.*)", re.DOTALL)
-
-
-class Room(NamedTuple):
-    """What a host has for members."""
-
-    slots: int = 1
-    labels: tuple[str, ...] = ()
 
 
 def read(source: str) -> dict[str, Room]:

@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.errors import ConfigError
@@ -88,9 +88,11 @@ class SecureShell:
 
     def input(self, host: str, slots: int, labels: tuple[str, ...]) -> bytes:
         """What goes into it first, for an agent."""
-        arguments = self.agent(host, slots, labels)
-        program = f"os.chdir({self.cwd!r})\nos.execv(sys.executable, [sys.executable, *{arguments!r}])"
-        return self.line(program)
+        return self.begin(self.agent(host, slots, labels))
+
+    def begin(self, arguments: Sequence[str]) -> bytes:
+        """The same for any arguments of Python."""
+        return self.line(f"os.chdir({self.cwd!r})\nos.execv(sys.executable, [sys.executable, *{list(arguments)!r}])")
 
     def line(self, program: str) -> bytes:
         return json.dumps({"env": dict(self.env), "program": program}).encode() + b"\n"

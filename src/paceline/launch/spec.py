@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.core import labels
 from paceline.core.errors import ConfigError
@@ -71,6 +71,34 @@ class Elastic:
         return min(self.most, (0 if self.hosts else self.most) if self.slots is None else self.slots)
 
 
+class Road(Protocol):
+    """What leads to a host, for a launcher that starts each member there itself."""
+
+    def command(self, host: str, slots: int, labels: tuple[str, ...]) -> list[str]:
+        """What is started here; its standard input goes to the program there."""
+
+    def begin(self, arguments: Sequence[str]) -> bytes:
+        """What goes into it first, so that Python runs there with these arguments."""
+
+
+class Room(NamedTuple):
+    """What a host has for members."""
+
+    slots: int = 1
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Away:
+    """Other hosts for members that stay: one that is lost is not started elsewhere."""
+
+    hosts: str  # as of `Elastic`
+    listen: str = ""
+    port: int = 0
+    rooms: Mapping[str, Room] = field(default_factory=dict)  # by the host's name
+    way: Road | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replacing:
     """What is done about lost workers of a run with server processes."""
@@ -96,6 +124,7 @@ class JobSpec:
     threads: int | None = None  # per member; None: its share of the cores
     forgives: bool = False  # the run goes on when a worker other than the first is lost
     elastic: Elastic | None = None  # members may come and go
+    away: Away | None = None  # members that stay are on other hosts
     labels: tuple[str, ...] = ()  # of the members on this host; "gpu:0,1": of these alone
     replacing: Replacing | None = None  # with server processes: lost workers are started again
     silence_s: float = 3.0  # with server processes: after which a worker that is stopped is lost

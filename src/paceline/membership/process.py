@@ -43,6 +43,7 @@ class Start:
     env: Mapping[str, str]
     cwd: str | None = None
     terminal: bool = False  # give it a terminal, whose bytes are shown as they are
+    given: bytes = b""  # goes into its standard input, which then stays open
     waits: bool = False  # on its standard input, to be told who it is; until then its rank is below 0
 
 
@@ -77,6 +78,10 @@ class Process:
         self.streams: dict[int, tuple[str, Lines]] = {}  # open descriptors, standard output first
         self._popen = self._start(start)
         self.pid = self._popen.pid
+        if start.given:
+            assert self._popen.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which is noticed as any member's end is
+                self._popen.stdin.write(start.given)
 
     def _start(self, start: Start) -> subprocess.Popen[bytes]:
         if start.terminal:
@@ -96,7 +101,7 @@ class Process:
                 bound,
                 env=dict(start.env),
                 cwd=start.cwd,
-                stdin=subprocess.PIPE if start.waits else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if start.waits or start.given else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.launch.held import Held
-from paceline.launch.spec import Job, JobSpec
+from paceline.launch.spec import Away, Job, JobSpec
 from paceline.membership.process import Show
 
 ENGINES = {
@@ -92,6 +92,15 @@ class Queue(Protocol):
 
     def stop(self, held: Held) -> str:
         """Take it back, or end it; what was done."""
+
+
+@runtime_checkable
+class Seating(Protocol):
+    """What an engine that spreads has besides, if it also starts members that stay (`JobSpec.away`): of runs with
+    servers, with a mesh, or with torch's own groups."""
+
+    def seat(self, spec: JobSpec, away: Away) -> JobSpec:
+        """As `prepare`, of such a run."""
 
 
 def load(name: str) -> Callable[..., Engine]:

@@ -2,7 +2,8 @@
 
 The launcher stays here with the scheduler, and starts an agent on each host over the user's own ssh (`secure_shell`);
 the agents end with it, or with `--detach` when the run does. A host that is lost is its members lost: the scheduler
-starts them elsewhere, if there is a slot, and the launcher its agent again.
+starts them elsewhere, if there is a slot, and the launcher its agent again. Runs that no scheduler can have (servers,
+meshes, torch's own groups) have a connection for each member instead (`seats`).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.environment.paceline import VARIABLES
-from paceline.launch import posts, preflight, preview, sync
+from paceline.launch import posts, preflight, preview, seats, sync
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
-from paceline.launch.posts import Room
+from paceline.launch.local import Local, LocalJob
 from paceline.launch.preflight import HERE, Preflight, Report
 from paceline.launch.secure_shell import SecureShell
-from paceline.launch.spec import Elastic, JobSpec
+from paceline.launch.spec import Away, Elastic, JobSpec, Room
 from paceline.transport.wires import own_address
 
 
@@ -48,67 +49,75 @@ class Engine:
     sync: bool = False
 
     def prepare(self, spec: JobSpec) -> JobSpec:
+        if spec.away:
+            return self.seat(spec, spec.away)
         elastic = spec.elastic
         assert elastic
-        if not elastic.hosts:
-            raise ConfigError("which hosts? --on ssh --hosts a:4,b:4, or a file with a name and its slots in each line")
         if elastic.start_on != Elastic.start_on:
             raise ConfigError("--start-on does not go with --on ssh: say what is called with --ssh, or leave --on out")
-        rooms = _shared_out(elastic, posts.read(elastic.hosts))
+        rooms = _rooms(elastic.hosts, elastic.most - (elastic.slots or 0))
         if posts.is_list(elastic.hosts):
             elastic = replace(elastic, hosts=",".join(f"{name}:{room.slots}" for name, room in rooms.items()))
-        _check_slots(elastic, rooms)
-        way = self._way(spec, _carried(os.environ) | dict(spec.env))
-        return replace(spec, elastic=replace(elastic, way=way, listen=self._listen(elastic, way, rooms)))
+        _check_slots(elastic.least, elastic.own_slots, rooms)
+        way = self._way(spec)
+        return replace(spec, elastic=replace(elastic, way=way, listen=self._listen(elastic.listen, way, rooms)))
+
+    def seat(self, spec: JobSpec, away: Away) -> JobSpec:
+        rooms = _rooms(away.hosts, spec.num_members)
+        _check_slots(spec.num_members, 0, rooms)
+        way = self._way(spec)
+        listen = self._listen(away.listen, way, rooms)
+        return replace(spec, away=replace(away, rooms=rooms, way=way, listen=listen))
 
     def preview(self, spec: JobSpec) -> str:
-        assert spec.elastic
-        way = self._of(spec)
+        asked, way, rooms = _of(spec)
         names = ", ".join(sorted(way.env)) or "nothing"
         parts = [f"# first: copy {way.cwd} to each host (--sync)"] if self.sync else []
-        for name, room in posts.read(spec.elastic.hosts).items():
-            agent = shlex.join([self.python or "python", *way.agent(name, *room)])
-            parts.append(f"# host {name}, in {way.cwd}, with {names} from here: {agent}")
+        if spec.away:
+            parts += [*seats.listing(spec, rooms), f"# each in {way.cwd}, with {names} from here, as {spec.script}"]
+        for name, room in rooms.items():
+            if spec.elastic:
+                agent = shlex.join([self.python or "python", *way.agent(name, *room)])
+                parts.append(f"# host {name}, in {way.cwd}, with {names} from here: {agent}")
             parts.append(shlex.join(way.command(name, *room)))
-        scheduler = f"# the scheduler here, at {spec.elastic.listen}:{spec.elastic.port or '<port>'}"
-        return "\n".join([scheduler, *parts, *preview.members(spec), preview.settings(spec)])
+        what = "scheduler" if spec.elastic else "rendezvous"
+        parts.insert(0, f"# the {what} here, at {asked.listen}:{asked.port or '<port>'}")
+        own = preview.members(spec)  # also finds out whether the script can be started
+        return "\n".join([*parts, *(own if spec.elastic else ()), preview.settings(spec)])
 
     def check(self, spec: JobSpec) -> None:
         first = (shlex.split(self.ssh) or ["ssh"])[0]
         if shutil.which(first) is None:
             raise ConfigError(f"--on ssh needs {first}, which is not installed: apt-get install openssh-client")
 
-    def start(self, spec: JobSpec, shown: Shown) -> ElasticJob:
-        assert spec.elastic
-        rooms = posts.read(spec.elastic.hosts)
-        way = self._of(spec)
+    def start(self, spec: JobSpec, shown: Shown) -> ElasticJob | LocalJob:
+        asked, way, rooms = _of(spec)
+        least = sum(room.slots for room in rooms.values())  # members that stay have their seats
+        if spec.elastic:
+            least = spec.elastic.least - spec.elastic.own_slots
         with Preflight(way, list(rooms)) as flight:
             flight.meet(way.cwd)
-            _judge(flight.report, spec.elastic, rooms)
+            _judge(flight.report, least, rooms)
             self._bring_files(flight, spec, way, shown)
-            flight.routes(spec.elastic.listen)
-            flight.measure(spec.elastic.listen, spec.elastic.port)
-            _judge(flight.report, spec.elastic, rooms)
+            flight.routes(asked.listen)
+            flight.measure(asked.listen, asked.port)
+            _judge(flight.report, least, rooms)
         for line in [*flight.report.unreached.values(), *preflight.crowded(flight.report.facts, _slots(rooms))]:
             shown.say(f"warning: {line}")
         shown.say(told(flight.report))
-        return ElasticJob(spec, spec.elastic, shown.show, say=shown.say)
+        return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
 
-    def _way(self, spec: JobSpec, env: Mapping[str, str]) -> SecureShell:
+    def _way(self, spec: JobSpec) -> SecureShell:
         cwd = str(Path(spec.cwd or Path.cwd()).absolute())
+        env = _carried(os.environ) | dict(spec.env)
         return SecureShell(ssh=self.ssh, python=self.python, cwd=cwd, env=env, stays=spec.detached)
 
-    def _of(self, spec: JobSpec) -> SecureShell:
-        assert spec.elastic
-        assert isinstance(spec.elastic.way, SecureShell), "prepare it first"
-        return spec.elastic.way
-
-    def _listen(self, elastic: Elastic, way: SecureShell, rooms: Mapping[str, Room]) -> str:
-        if elastic.listen and self.interface:
+    def _listen(self, listen: str, way: SecureShell, rooms: Mapping[str, Room]) -> str:
+        if listen and self.interface:
             raise ConfigError("--interface and --listen say the same thing: give one of them")
         if self.interface:
             return preflight.interface_address(self.interface)
-        return elastic.listen or preflight.towards(map(way.target, rooms), own_address)
+        return listen or preflight.towards(map(way.target, rooms), own_address)
 
     def _bring_files(self, flight: Preflight, spec: JobSpec, way: SecureShell, shown: Shown) -> None:
         apart = {host: facts for host, facts in flight.report.facts.items() if not facts.shared}
@@ -140,33 +149,44 @@ def told(report: Report) -> str:
     return text
 
 
-def _shared_out(elastic: Elastic, rooms: dict[str, Room]) -> dict[str, Room]:
-    """Of hosts that are named without a number: as many slots each as are needed."""
-    if ":" in elastic.hosts or not posts.is_list(elastic.hosts):
+def _of(spec: JobSpec) -> tuple[Elastic | Away, SecureShell, Mapping[str, Room]]:
+    """Of a spec that was prepared: where it listens, what leads to the hosts, and what they have."""
+    asked = spec.elastic or spec.away
+    assert asked
+    assert isinstance(asked.way, SecureShell), "prepare it first"
+    return asked, asked.way, asked.rooms if isinstance(asked, Away) else posts.read(asked.hosts)
+
+
+def _rooms(hosts: str, members: int) -> dict[str, Room]:
+    """What the hosts have; those that are named without a number, as many slots each as are needed."""
+    if not hosts:
+        raise ConfigError("which hosts? --on ssh --hosts a:4,b:4, or a file with a name and its slots in each line")
+    rooms = posts.read(hosts)
+    if ":" in hosts or not posts.is_list(hosts):
         return rooms
-    each = math.ceil((elastic.most - (elastic.slots or 0)) / len(rooms))
-    return {name: Room(max(1, each), room.labels) for name, room in rooms.items()}
+    each = max(1, math.ceil(members / len(rooms)))
+    return {name: Room(each, room.labels) for name, room in rooms.items()}
 
 
 def _slots(rooms: Mapping[str, Room]) -> dict[str, int]:
     return {name: room.slots for name, room in rooms.items()}
 
 
-def _check_slots(elastic: Elastic, rooms: Mapping[str, Room]) -> None:
-    total = sum(room.slots for room in rooms.values()) + elastic.own_slots
-    if total < elastic.least:
+def _check_slots(least: int, own: int, rooms: Mapping[str, Room]) -> None:
+    total = sum(room.slots for room in rooms.values()) + own
+    if total < least:
         shown = ", ".join(f"{name} ({room.slots})" for name, room in rooms.items())
         raise ConfigError(
-            f"{elastic.least} members need as many slots, and there are {total}: {shown}; name more hosts, give them "
-            f"more (--hosts a:4), or start fewer (-n {total})"
+            f"{least} members need as many slots, and there are {total}: {shown}; name more hosts, give them more "
+            f"(--hosts a:4), or start fewer (-n {total})"
         )
 
 
-def _judge(report: Report, elastic: Elastic, rooms: Mapping[str, Room]) -> None:
+def _judge(report: Report, least: int, rooms: Mapping[str, Room]) -> None:
     """Raise what would stop the run. Without a host that is not reached an elastic run can begin."""
     wrong = list(report.wrong)
-    left = sum(room.slots for name, room in rooms.items() if name not in report.unreached) + elastic.own_slots
-    if left < elastic.least or len(report.unreached) == len(rooms):
+    left = sum(room.slots for name, room in rooms.items() if name not in report.unreached)
+    if left < least or len(report.unreached) == len(rooms):
         wrong = [*report.unreached.values(), *wrong]
     if wrong:
         raise ConfigError("\n  ".join(wrong if len(wrong) == 1 else ["the hosts are not ready:", *wrong]))
