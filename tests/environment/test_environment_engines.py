@@ -8,7 +8,7 @@ import types
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.environment import detect, hostlist, this_host
+from paceline.environment import crowd, detect, hostlist, this_host
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -281,6 +281,14 @@ def test_a_shell_in_an_allocation_is_no_task(shell):
     assert (place.kind, place.size) == ("alone", 1)
     assert place.note.endswith("has 5 tasks, but not as one of them: for all of them, start it with srun")
     assert detect(shell | {"SLURM_NTASKS": "1"}).note == ""
+
+
+def test_a_launcher_among_many_is_noticed():
+    assert crowd(SLURM) == "rank 3 of 5 of Slurm job 4711, step 0"
+    assert crowd({}) == crowd(without(SLURM, "SLURM_STEP_ID")) == ""
+    alone = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "gpu09"}
+    assert crowd(SLURM | alone | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) == ""
+    assert crowd(SLURM | {"SLURM_NODEID": "9"}) == ""  # contradicts the rest: for members to complain about
 
 
 # ---- lists of hosts

@@ -186,27 +186,38 @@ def test_mpirun_trains_the_digits(tmp_path):
 RAY_DRIVER = """
 import ray, sys
 from ray.train import ScalingConfig, RunConfig
-from ray.train.data_parallel_trainer import DataParallelTrainer
 
 def loop():
-    exec(compile(open("script.py").read(), "script.py", "exec"), {"__name__": "__main__"})
+    exec(compile(open(sys.argv[0] + "/script.py").read(), "script.py", "exec"), {"__name__": "__main__"})
+
+def trainer(kind):
+    if kind == "torch":
+        from ray.train.torch import TorchTrainer
+        return TorchTrainer
+    try:
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    except ImportError:
+        from ray.train.data_parallel_trainer import DataParallelTrainer
+    return DataParallelTrainer
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
-    config = RunConfig(name="digits", storage_path=sys.argv[1])
-    DataParallelTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=config).fit()
+    directory, kind = sys.argv[1:]
+    ray.init(num_cpus=3, include_dashboard=False)
+    config = RunConfig(name="digits", storage_path=directory + "/ray")
+    trainer(kind)(loop, scaling_config=ScalingConfig(num_workers=2), run_config=config).fit()
     ray.shutdown()
 """
 
 
 @pytest.mark.slow
-def test_workers_of_ray_train_meet(tmp_path):
+@pytest.mark.parametrize(("kind", "words"), [("plain", "Ray Train digits"), ("torch", "torchrun")])
+def test_workers_of_ray_train_meet(kind, words, tmp_path):
+    """Ray's TorchTrainer sets what torchrun sets, its other trainers nothing."""
     pytest.importorskip("ray.train", reason="no ray: pip install 'ray[train]'")
-    to_here = f'import os; os.chdir("{tmp_path}")\n'
-    (tmp_path / "script.py").write_text(to_here + SCRIPT)
-    (tmp_path / "driver.py").write_text(RAY_DRIVER.replace('"script.py")', f'"{tmp_path}/script.py")'))
+    (tmp_path / "script.py").write_text(f'import os; os.chdir("{tmp_path}")\n' + SCRIPT)
+    (tmp_path / "driver.py").write_text(RAY_DRIVER.replace("sys.argv[0]", repr(str(tmp_path))))
     done = subprocess.run(
-        [sys.executable, "driver.py", str(tmp_path / "ray")],
+        [sys.executable, "driver.py", str(tmp_path), kind],
         env=clean(tmp_path) | {"RAY_DEDUP_LOGS": "0"},
         cwd=tmp_path,
         capture_output=True,
@@ -217,4 +228,4 @@ def test_workers_of_ray_train_meet(tmp_path):
     assert done.returncode == 0, said
     assert "rank 0 of 2: 1.5" in said
     assert "rank 1 of 2: 1.5" in said
-    assert "2 members, started by Ray Train digits" in said
+    assert f"2 members, started by {words}" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 
@@ -9,7 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.environment import alone, kubernetes, mpi, paceline, ray, slurm, torchrun
 from paceline.environment.place import Place, this_host
 
-__all__ = ["Place", "detect", "this_host"]
+__all__ = ["Place", "crowd", "detect", "this_host"]
 
 # Whoever started this process last stands first: mpirun starts its daemons by srun, Ray and Slurm run in pods.
 _ENGINES = (ray, mpi, slurm, kubernetes)
@@ -38,6 +39,20 @@ def detect(env: Mapping[str, str] = os.environ) -> Place:
         return place
     paceline.refuse_parts(env)
     return torchrun.detect(env) or alone.detect(env)
+
+
+def crowd(env: Mapping[str, str] = os.environ) -> str:
+    """For a launcher: the engine that has started it several times over, in words; "": none.
+
+    >>> crowd({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    ...        "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    "rank 1 of 2 of Open MPI's mpirun"
+    """
+    with contextlib.suppress(ConfigError):  # of a place that is only half described, which the launcher does not need
+        place = _engine(env)
+        if place and place.size > 1:
+            return f"rank {place.rank} of {place.size} of {place.job}"
+    return ""
 
 
 def _engine(env: Mapping[str, str]) -> Place | None:

@@ -73,7 +73,7 @@ class ElasticJob:
         self._elastic = elastic
         self._show = show
         self._say = say
-        self.token = secrets.token_hex(32)
+        self.token = spec.token or secrets.token_hex(32)
         self._kit = Kit(spec, self.token, elastic.own_slots)  # what cannot be started leaves no directory behind
         self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least)
         self.settings: Settings = told(spec, self._record)

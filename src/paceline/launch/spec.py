@@ -131,6 +131,7 @@ class JobSpec:
     env: Mapping[str, str] = field(default_factory=dict)  # besides the launcher's own
     cwd: str | None = None
     python: str = sys.executable
+    token: str = ""  # of a run that others are told of beforehand; "": one is made
     detached: bool = False  # the launcher has no terminal, and its end is not that of who started it
     terminal: bool = False  # give member 0 a terminal to draw on
 

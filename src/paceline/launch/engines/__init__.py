@@ -30,6 +30,7 @@ ENGINES = {
     "ssh": "on hosts that ssh leads to",
     "slurm": "in a Slurm job",
     "mpi": "by mpirun",
+    "kubernetes": "in pods, by a JobSet or a TrainJob",
 }
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from paceline.core.errors import ConfigError
+from paceline.environment import crowd
 from paceline.launch import posts, preview
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.local import Local, LocalJob
 from paceline.launch.spec import JobSpec
+
+_LEAST = 32  # characters of a token: 128 bits in hexadecimal digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +25,13 @@ class Engine:
     spreads: ClassVar[bool] = False
 
     def prepare(self, spec: JobSpec) -> JobSpec:
-        """With an address to listen on, where there are other hosts; what is wrong with their list is said here."""
+        """With an address to listen on, where there are other hosts; what is wrong with their list is said here.
+
+        Who says on which address to listen may have told others the token before, as is done with pods.
+        """
         elastic = spec.elastic
+        if elastic and elastic.listen and (token := os.environ.get("PACELINE_TOKEN")):
+            spec = replace(spec, token=_long(token))
         if not elastic or not elastic.hosts:
             return spec
         if elastic.listen:
@@ -37,4 +47,18 @@ class Engine:
         """There is always this host."""
 
     def start(self, spec: JobSpec, shown: Shown) -> LocalJob | ElasticJob:
+        if many := crowd():
+            shown.say(
+                f"warning: this launcher is {many}, and each of them starts a run of its own; to have one run, start "
+                "the launcher once, or the script itself in its place"
+            )
         return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
+
+
+def _long(token: str) -> str:
+    if len(token) < _LEAST:
+        raise ConfigError(
+            f"PACELINE_TOKEN has {len(token)} characters, and whoever guesses it can take part: give at least {_LEAST} "
+            "random ones (openssl rand -hex 32), or unset it to have one made"
+        )
+    return token

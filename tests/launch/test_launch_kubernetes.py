@@ -1,0 +1,369 @@
+"""`paceline run --on kubernetes`: manifests that fit the published schemas, and pods that do what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.settings import Settings
+from paceline.launch import held
+from paceline.launch.engines import manifests as told
+from paceline.launch.engines.kubernetes import Engine
+from paceline.launch.engines.manifests import Pods
+from paceline.launch.spec import Elastic, JobSpec
+
+ROOT = Path(__file__).parents[2]
+SCHEMAS = Path(__file__).with_name("schemas")
+TOKEN = "0123456789abcdef" * 4
+
+
+def schema(manifest: dict[str, Any]) -> dict[str, Any]:
+    files = {"JobSet": "jobset-v1alpha2", "TrainJob": "trainjob-v1alpha1"}
+    found = json.loads((SCHEMAS / f"{files.get(manifest['kind'], 'core-v1')}.json").read_text())
+    return found if manifest["kind"] in files else found[manifest["kind"]]
+
+
+def faults(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
+    """What does not fit; unlike an API server, which drops them, names that the schema does not know."""
+    if schema.get("x-kubernetes-int-or-string"):
+        return [] if isinstance(value, int | str) and not isinstance(value, bool) else [f"{path}: {value!r}"]
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
+    kind = kinds[schema["type"]]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        return [f"{path}: {value!r} is not of type {schema['type']}"]
+    found = []
+    if "enum" in schema and value not in schema["enum"]:
+        found.append(f"{path}: {value!r} is not one of {schema['enum']}")
+    if "pattern" in schema and not re.search(schema["pattern"], value):
+        found.append(f"{path}: {value!r} does not match {schema['pattern']}")
+    if isinstance(value, str) and not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 10**6):
+        found.append(f"{path}: the length of {value!r}")
+    if isinstance(value, int) and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+        found.append(f"{path}: {value} is too small or too large")
+    if isinstance(value, list):
+        for i, each in enumerate(value):
+            found += faults(each, schema["items"], f"{path}[{i}]")
+    if isinstance(value, dict):
+        known, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        found += [f"{path}: {name} is missing" for name in schema.get("required", ()) if name not in value]
+        for name, each in value.items():
+            if name in known:
+                found += faults(each, known[name], f"{path}.{name}")
+            elif rest:
+                found += faults(each, rest, f"{path}.{name}")
+            elif known:
+                found.append(f"{path}: {name} is not known")
+    return found
+
+
+def job(**more: Any) -> JobSpec:
+    values = {"script": "train.py", "num_members": 4, "elastic": Elastic(least=2, most=4, listen="here", slots=0)}
+    return JobSpec(**(values | {"settings": Settings(name="digits")} | more))
+
+
+def pods(**more: Any) -> Pods:
+    return Pods(**({"run": "digits", "image": "registry/train:1", "storage": "10Gi"} | more))
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+@pytest.mark.parametrize("per_pod", [1, 3, 4])
+@pytest.mark.parametrize("more", [{}, {"claim": "c", "namespace": "ml", "gpus": 2}], ids=["least", "most"])
+def test_manifests_fit_the_schemas(kind, per_pod, more):
+    made = told.manifests(job(env={"A": "b"}), pods(kind=kind, per_pod=per_pod, **more), TOKEN)
+    kinds = ["Secret", *([] if more else ["PersistentVolumeClaim"]), "JobSet" if kind == "jobset" else "TrainJob"]
+    assert [manifest["kind"] for manifest in made] == kinds
+    for manifest in made:
+        assert faults(manifest, schema(manifest)) == []
+        assert manifest["metadata"].get("namespace") == more.get("namespace")
+
+
+def test_the_schemas_notice_mistakes():
+    (_, _, made) = told.manifests(job(), pods(), TOKEN)
+    container = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    container["comand"] = container.pop("command")
+    made["spec"]["startupPolicy"]["startupPolicyOrder"] = "Sometimes"
+    made["spec"]["replicatedJobs"][1]["replicas"] = "1"
+    del made["spec"]["replicatedJobs"][1]["name"]
+    found = faults(made, schema(made))
+    assert len(found) == 4, found
+    assert any("comand is not known" in fault for fault in found)
+
+
+def containers(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    jobs = made[-1]["spec"]["replicatedJobs"]
+    return [each["template"]["spec"]["template"]["spec"]["containers"][0] for each in jobs]
+
+
+def test_the_token_is_in_the_secret_alone():
+    made = told.manifests(job(), pods(), TOKEN)
+    assert made[0]["stringData"] == {"token": TOKEN}
+    assert TOKEN not in json.dumps(made[1:])
+    for container in containers(made):
+        (entry,) = (e for e in container["env"] if e["name"] == "PACELINE_TOKEN")
+        assert entry["valueFrom"]["secretKeyRef"] == {"name": "digits", "key": "token"}
+
+
+def test_pods_are_as_many_as_members_need():
+    for per_pod, others in ((1, 3), (2, 1), (3, 1)):
+        made = told.manifests(job(), pods(per_pod=per_pod), TOKEN)
+        first, rest = (each["template"]["spec"] for each in made[-1]["spec"]["replicatedJobs"])
+        assert (first["completions"], rest["completions"], rest["parallelism"]) == (1, others, others)
+    assert len(told.manifests(job(), pods(per_pod=4), TOKEN)[-1]["spec"]["replicatedJobs"]) == 1
+
+
+def test_others_join_the_first_by_the_name_of_its_headless_service():
+    made = told.manifests(job(), pods(), TOKEN)
+    network = made[-1]["spec"]["network"]
+    assert network == {"enableDNSHostnames": True, "subdomain": "digits", "publishNotReadyAddresses": True}
+    first, other = (container["command"] for container in containers(made))
+    assert first[first.index("--listen") + 1] == "$(POD_IP)"
+    assert other[other.index("--join") + 1] == "digits-first-0-0.digits:29400"
+
+
+def test_what_was_typed_goes_to_the_first_pod():
+    settings = Settings().with_(name="digits", seed=3, codec="sign", fresh=True, wait_limit_s=9.0)
+    settings = settings.pin("name", "seed", "codec", "fresh", "wait_limit_s")
+    first = told.first(job(settings=settings, threads=2, labels=("gpu",), args=("--lr", "1")), pods(), "10.1.1.1")
+    line = shlex.join(first)
+    assert line.startswith("python -m paceline run -n 2:4 --listen 10.1.1.1 --port 29400 --slots 1 --name digits ")
+    assert " --threads 2 --label gpu --codec sign --fresh --seed 3 --wait-limit-s 9 train.py --lr 1" in line
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_kubernetes_expands_nothing_of_the_users(kind):
+    made = told.manifests(job(args=("$(HOME)", "it's"), env={"A": "$(B)"}), pods(kind=kind), TOKEN)
+    text = json.dumps(made)
+    assert "$$(HOME)" in text
+    assert not re.search(r"(?<!\$)\$\((?!POD_IP|POD_NAME)", text)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [("digits", "digits"), ("My_Run.1", "my-run-1"), ("7up", "run-7up"), ("x" * 70, "x" * 40)]
+)
+def test_names_that_kubernetes_allows(run, name):
+    assert pods(run=run).name == name
+
+
+def test_yaml_says_the_same():
+    yaml = pytest.importorskip("yaml", reason="no PyYAML to read it back with")
+    for kind in ("jobset", "trainjob"):
+        made = told.manifests(job(args=("a: b", "", "#", "ä", "- x")), pods(kind=kind), TOKEN)
+        assert list(yaml.safe_load_all(told.text(made))) == made
+
+
+# ---- the command
+
+
+def paceline(tmp_path: Path, *words: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paceline", *words]
+    env = os.environ | ({"PATH": f"{path}:{os.environ['PATH']}"} if path else {})
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+
+
+RUN = ("run", "-n", "2:4", "--on", "kubernetes", "--image", "i", "--claim", "c", "--name", "big")
+
+
+def test_a_dry_run_prints_everything_but_the_token(tmp_path):
+    done = paceline(tmp_path, *RUN, "--dry-run", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert 'token: "<token>"' in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    shown = told.text(told.manifests(job(settings=Settings(name="big")), pods(run="big", image="i", claim="c"), TOKEN))
+    assert done.stdout.strip() == shown.replace(TOKEN, "<token>").strip()
+
+
+def test_manifests_are_printed_or_written_for_their_owner(tmp_path):
+    done = paceline(tmp_path, *RUN, "train.py")
+    assert done.returncode == 0, done.stderr
+    token = re.search(r'token: "([0-9a-f]{64})"', done.stdout)
+    assert token
+    assert "pipe this to: kubectl apply --server-side -f -" in done.stderr
+    done = paceline(tmp_path, *RUN, "--output", "big.yaml", "train.py")
+    assert "kubectl apply --server-side -f big.yaml" in done.stderr
+    assert done.stdout == ""
+    assert stat.S_IMODE((tmp_path / "big.yaml").stat().st_mode) == 0o600
+    assert token[1] not in (tmp_path / "big.yaml").read_text()  # each run has its own
+
+
+KUBECTL = """#!/bin/sh
+echo "$@" >> "{log}"
+case "$1" in
+  apply) cat > "{log}.applied"; echo "jobset.jobset.x-k8s.io/big serverside-applied";;
+  get) printf "Suspended Completed ";;
+  delete) echo 'jobset.jobset.x-k8s.io "big" deleted';;
+esac
+"""
+
+
+def test_a_run_that_was_applied_is_asked_about_and_stopped(tmp_path):
+    """There is no cluster here; a script stands for kubectl."""
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin/kubectl"
+    fake.write_text(KUBECTL.format(log=tmp_path / "log"))
+    fake.chmod(0o755)
+    path = str(tmp_path / "bin")
+    done = paceline(tmp_path, *RUN, "--namespace", "ml", "--apply", "train.py", path=path)
+    assert done.returncode == 0, done.stderr
+    assert "big serverside-applied" in done.stderr
+    assert 'kind: "JobSet"' in (tmp_path / "log.applied").read_text()
+    found = held.read(tmp_path / "runs/big")
+    assert found is not None
+    assert (found.engine, found.id) == ("kubernetes", "jobset.jobset.x-k8s.io/ml/big")
+    assert "jobset big: Suspended, Completed" in paceline(tmp_path, "status", "big", path=path).stdout
+    stopped = paceline(tmp_path, "stop", "big", path=path)
+    assert "deleted" in stopped.stdout + stopped.stderr
+    calls = (tmp_path / "log").read_text().splitlines()
+    assert calls[0] == "apply --server-side -f -"
+    assert any(call.startswith("get jobset.jobset.x-k8s.io big -n ml -o jsonpath=") for call in calls)
+    assert calls[-1] == "delete jobset.jobset.x-k8s.io/big secret/big --ignore-not-found -n ml"
+
+
+def test_a_kubectl_that_fails_says_why(tmp_path):
+    fake = tmp_path / "kubectl"
+    fake.write_text("#!/bin/sh\necho 'error: no matches for kind \"JobSet\"' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    done = paceline(tmp_path, *RUN, "--apply", "train.py", path=str(tmp_path))
+    assert done.returncode == 2
+    assert "paceline: error: kubectl apply failed: error: no matches for kind" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image": ""}, "which image"),
+        ({"claim": "", "storage": ""}, "where do checkpoints go"),
+        ({"claim": "c", "storage": "1Gi"}, "give one of them"),
+        ({"kind": "jobsett"}, "did you mean 'jobset'"),
+        ({"per_pod": 0}, "at least one member"),
+    ],
+)
+def test_what_is_missing_is_said(options, message):
+    plain = job(elastic=Elastic(least=2, most=4))
+    with pytest.raises(ConfigError, match=message):
+        Engine(**({"image": "i", "claim": "c"} | options)).prepare(plain)
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [({"hosts": "a:1"}, "--hosts"), ({"listen": "10.0.0.1"}, "--listen"), ({"slots": 2, "listen": "x"}, "--listen")],
+)
+def test_pods_are_the_hosts(more, option):
+    with pytest.raises(ConfigError, match=f"^{option} does not go with --on kubernetes"):
+        Engine(image="i", claim="c").prepare(job(elastic=Elastic(least=2, most=4, **more)))
+
+
+def test_a_short_token_is_refused_by_who_listens(tmp_path):
+    (tmp_path / "train.py").touch()
+    command = [sys.executable, "-m", "paceline", "run", "-n", "1:2", "--listen", "127.0.0.1", "--dry-run", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PACELINE_TOKEN": "short"}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "PACELINE_TOKEN has 5 characters" in done.stderr
+
+
+# ---- what runs in the pods
+
+
+def as_pod(
+    container: dict[str, Any], name: str, secret: dict[str, str], files: Path, port: int
+) -> tuple[list[str], dict[str, str]]:
+    """A container's command and environment as a kubelet would make them, for a pod that has this host's network."""
+    fields = {"status.podIP": "127.0.0.1", "metadata.name": name}
+    env = {}
+    for entry in container["env"]:
+        source = entry.get("valueFrom", {})
+        if "fieldRef" in source:
+            env[entry["name"]] = fields[source["fieldRef"]["fieldPath"]]
+        elif "secretKeyRef" in source:
+            env[entry["name"]] = secret[source["secretKeyRef"]["key"]]
+        else:
+            env[entry["name"]] = entry["value"]
+    words = []
+    for word in container["command"]:
+        word = re.sub(r"(?<!\$)\$\((\w+)\)", lambda found: env[found[1]], word).replace("$$(", "$(")
+        word = word.replace("digits-first-0-0.digits", "localhost").replace(told.FILES, str(files))
+        words.append(re.sub(rf"\b{told.PORT}\b", str(port), word))
+    return words, env
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_pods_train_the_digits_and_one_may_be_lost(kind, tmp_path):
+    """The commands of the manifests, as processes; the pod that is not the first is killed and started again."""
+    pytest.importorskip("sklearn")
+    script = str(ROOT / "examples/digits.py")
+    spec = job(script=script, num_members=2, elastic=Elastic(least=1, most=2, listen="x", slots=0), args=())
+    made = told.manifests(spec, pods(kind=kind), TOKEN)
+    if kind == "jobset":
+        templates = containers(made)
+    else:
+        templates = [made[-1]["spec"]["trainer"]] * 2
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    running: list[subprocess.Popen[str]] = []
+
+    def start(number: int, name: str) -> subprocess.Popen[str]:
+        words, env = as_pod(templates[number], name, made[0]["stringData"], tmp_path, port)
+        if kind == "trainjob":  # what the runtime adds
+            env |= {"PET_NODE_RANK": str(number), "PET_NNODES": "2", "PET_MASTER_ADDR": "localhost"}
+        output = (tmp_path / f"{name}.txt").open("w")
+        with output:
+            running.append(
+                subprocess.Popen(
+                    words,
+                    env=inherited | env | {"PATH": path, "OMP_NUM_THREADS": "1"},
+                    cwd=tmp_path,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        return running[-1]
+
+    def wait_for(name: str, words: str, limit_s: float = 100.0) -> str:
+        deadline = time.monotonic() + limit_s
+        while words not in (said := (tmp_path / f"{name}.txt").read_text()):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.1)
+        return said
+
+    try:
+        first = start(0, "first")
+        wait_for("first", "other hosts join with")
+        lost = start(1, "other")
+        wait_for("first", "epoch 2/15")
+        lost.kill()
+        start(1, "again")
+        assert first.wait(timeout=150) == 0, (tmp_path / "first.txt").read_text()
+        said = (tmp_path / "first.txt").read_text()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    accuracy = re.findall(r"test accuracy: ([0-9.]+)%", said + (tmp_path / "other.txt").read_text())
+    accuracy = accuracy or re.findall(r"test accuracy: ([0-9.]+)%", (tmp_path / "again.txt").read_text())
+    assert len(accuracy) == 1, said
+    assert float(accuracy[0]) >= 97.0
+    assert "member 1 was not heard: its host other was silent for 3 s; the others go on; it is started again" in said
+    assert "host again has joined, with 1 slot" in said
+    assert (tmp_path / "runs/digits/report.html").exists()
