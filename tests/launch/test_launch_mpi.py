@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.launch import record
 from paceline.launch.engines import mpi
 from paceline.launch.spec import Elastic, JobSpec
+from paceline.testing.hosts import Hosts
 from paceline.testing.processes import Process
 
 ROOT = Path(__file__).parents[2]
@@ -169,3 +170,27 @@ def test_no_rank_outlives_the_others(fault, tmp_path):
     elif fault == "stopped":
         assert run.returncode == 128 + signal.SIGTERM
         assert "stopped by SIGTERM; to go on: paceline run" in said
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.skipif(bool(Hosts.missing()), reason=Hosts.missing() or "hosts can be made")
+def test_two_hosts_train(tmp_path):
+    """Two network namespaces; what leads to the other one, where mpirun would call ssh, is a script."""
+    script = "import paceline, torch\nrun = paceline.join()\nsum = run.all_reduce(torch.tensor([run.rank + 1.0]))\n"
+    script += "from paceline.environment import this_host\nprint('sum', sum.item(), this_host(), flush=True)\n"
+    (tmp_path / "train.py").write_text(script)
+    with Hosts(2) as hosts:
+        agent = tmp_path / "agent"
+        agent.write_text(f"""#!/bin/sh\nshift\nexec ip netns exec {hosts.name(1)} sh -c "$*"\n""")
+        agent.chmod(0o755)
+        reach = f"{MPIRUN} --mca plm_rsh_agent {agent} --host {hosts.ips[0]}:1,{hosts.ips[1]}:1"
+        words = ["run", "--on", "mpi", "--mpirun", reach, "--interface", "eth0", "-n", "2", "--name", "two", "train.py"]
+        command = [sys.executable, "-m", "paceline", *words]
+        pipe = subprocess.PIPE
+        run = hosts.popen(0, command, environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+        said, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    told = [line.split() for line in said.splitlines() if " sum " in line]
+    assert sorted(words[:3] for words in told) == [["[0]", "sum", "3.0"], ["[1]", "sum", "3.0"]], said
+    assert told[0][3] != told[1][3], said

@@ -414,6 +414,7 @@ def test_a_run_that_is_stopped_ends_on_all_hosts():
     world = World({"a": 2, "b": 2}, least=1, target=3, most=3)
     formed(world)
     world.do(lambda r: r.end_run(True, world.now))
+    assert (world.last.number, world.last.members) == (2, ())  # all go home, and nobody is to go on without others
     world.run(2.0)
     assert world.living() == []
     assert world.over == {"a": "the run was stopped", "b": "the run was stopped"}

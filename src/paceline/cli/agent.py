@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
     parser.option("--slots", parse=whole(1), metavar="K", default=1, help="members that this host may have (1)")
     parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
     parser.option("--stay", help="with --join -: go on when the input ends, as long as the run does")
+    parser.option("--together", help="SIGTERM drains the whole run: whoever takes this host takes all of them")
     parser.option("--name", parse=str, metavar="NAME", help="of this host; two agents of a run differ in it")
     options, rest = parser.split(argv)
     if rest:
@@ -47,7 +48,8 @@ def main(argv: list[str]) -> int:
     where = _where(given.join)
     display = Display(100)
     labels = tuple(given.label or ())
-    host = JoinedHost(where, given.name or this_host(), given.slots, display, labels=labels, say=display.say)
+    name, together = given.name or this_host(), given.together
+    host = JoinedHost(where, name, given.slots, display, labels=labels, together=together, say=display.say)
     if given.stay:  # whoever started us may go
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -14,9 +14,11 @@ from paceline.cli.flags import Parser, whole
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.environment import this_host
-from paceline.launch import reach, record
+from paceline.launch import engines, reach, record
 
 _LOOK_S = 0.2
+_ASK_S = 2.0  # between two questions to a queue, which has others to answer
+_TELL_S = 300.0
 _EPILOG = """\
 examples:
   paceline logs                     all that the members of the newest run have printed, member by member
@@ -36,6 +38,8 @@ def main(argv: list[str]) -> int:
     _, rest = parser.split(argv)
     parser.split(rest[1:])  # an unknown option after RUN gets the nearest name too
     given = parser.parse_args(argv)
+    if given.follow and given.run:
+        _await_begin(Path(given.root), given.run)
     known = runs.find(Path(given.root), given.run)
     ranks = range(known.size) if given.rank is None else [given.rank]
     if given.rank is not None and given.rank >= known.size:
@@ -56,6 +60,19 @@ def main(argv: list[str]) -> int:
             break
         time.sleep(_LOOK_S)
     return 0
+
+
+def _await_begin(root: Path, name: str) -> None:
+    """A run that was submitted may wait for long: say what for, when that changes, and each few minutes."""
+    said, at = "", 0.0
+    while (job := runs.waiting(root, name)) and (text := engines.queue(job).state(job)):
+        if engines.over(job) and runs.waiting(root, name):
+            raise ConfigError(f"run {name!r} did not begin: {text}")
+        what = text.rpartition(",")[0]  # without for how long
+        if what != said or time.monotonic() - at > _TELL_S:
+            print(f"paceline: {text}", file=sys.stderr)
+            said, at = what, time.monotonic()
+        time.sleep(_ASK_S)
 
 
 class _Tail:

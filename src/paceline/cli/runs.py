@@ -16,7 +16,8 @@ from paceline.core import status
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.status import Doing
 from paceline.environment import this_host
-from paceline.launch import record
+from paceline.launch import engines, held, record
+from paceline.launch.held import Held
 from paceline.launch.record import Run
 
 _STATES = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone"}
@@ -72,11 +73,21 @@ def find(root: Path, name: str | None) -> Known:
     for directory in (Path(name), root / name) if name else ():
         if known := look(directory):
             return known
+    if name and (job := waiting(root, name)):
+        raise ConfigError(f"run {name!r} has not begun: {engines.queue(job).state(job)}")
     found = all_in(root)
     if name:
         names = [known.directory.name for known in found]
         raise ConfigError(f"there is no run {name!r} in {str(root)!r}: {nearest(name, names)}")
     return found[0]
+
+
+def waiting(root: Path, name: str) -> Held | None:
+    """Who holds a run that was submitted and has not begun; None: it is another one."""
+    for directory in (Path(name), root / name):
+        if look(directory) is None and (found := held.read(directory)):
+            return found
+    return None
 
 
 def how_it_stands(known: Known) -> str:

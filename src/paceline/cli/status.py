@@ -41,19 +41,19 @@ def main(argv: list[str]) -> int:
     root = Path(given.root)
     if given.all:
         print("\n".join(_list(runs.all_in(root))))
-    elif waiting := _submitted(root, given.run):
-        print(waiting)
+    elif given.run and (waiting := runs.waiting(root, given.run)):
+        print(f"{given.run}: {engines.queue(waiting).state(waiting)}")
     else:
         print("\n".join(_lines(runs.find(root, given.run))))
     return 0
 
 
-def _submitted(root: Path, name: str | None) -> str:
-    """Of a run that was submitted and has not begun; "": of any other."""
-    for directory in (Path(name), root / name) if name else ():
-        if runs.look(directory) is None and (found := held.read(directory)):
-            return f"{directory}: {engines.queue(found).state(found)}"
-    return ""
+def _queue(directory: Path) -> list[str]:
+    """Of a run that was submitted: what holds it, which it may wait for again."""
+    try:
+        return [engines.queue(found).state(found)] if (found := held.read(directory)) else []
+    except PacelineError as error:
+        return [f"the queue cannot be asked: {error}"]
 
 
 def describe(directory: Path) -> list[str]:
@@ -70,7 +70,7 @@ def _lines(known: Known) -> list[str]:
     else:
         came = [f"{one}, {span(time.time() - one.at)} ago" for one in lost.read(known.directory)]
     slow = _slow(known.directory / "events" / "rank-0.jsonl")
-    return [*_table(known), *queue.lines(known), *came, *slow]
+    return [*_table(known), *queue.lines(known), *came, *slow, *_queue(known.directory)]
 
 
 def _slow(events: Path) -> list[str]:

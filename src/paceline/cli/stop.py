@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.cli import runs
 from paceline.cli.flags import Parser, seconds
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.settings import Settings
 from paceline.environment import this_host
 from paceline.launch import engines, held, reach, record
@@ -46,7 +46,16 @@ def main(argv: list[str]) -> int:
     if run.host == this_host() and record.is_running(directory):
         _signal(run.pid, kill=given.kill)
     elif where := reach.read(directory) if run.least else None:
-        print(agent_line.halt(where.address, where.token, drain=not given.kill, limit_s=_LIMIT_S))
+        try:
+            print(agent_line.halt(where.address, where.token, drain=not given.kill, limit_s=_LIMIT_S))
+        except PacelineError:
+            if (queued := held.read(directory)) is None:
+                raise
+            print(engines.queue(queued).stop(queued))  # its launcher was killed, and it waits again
+            return 0
+    elif run.finished is None and (queued := held.read(directory)):
+        print(engines.queue(queued).stop(queued))
+        return 0
     else:
         raise ConfigError(f"run {name!r} is not running here: {runs.how_it_stands(known)}")
     return _await_end(directory, given.limit_s)

@@ -22,6 +22,7 @@ VARIABLES = (
     "PACELINE_TOKEN",
     LABELS,
 )
+TOGETHER = "PACELINE_TOGETHER"  # set by an agent: SIGTERM that comes to all at once is the agent's affair
 _STARTER = "paceline run"
 
 

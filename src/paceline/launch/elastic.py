@@ -198,7 +198,12 @@ class ElasticJob:
     def _others(self) -> bool:
         """Whether members run on other hosts, as far as is known."""
         picture = self._story.newest if self._story else None
-        return picture is not None and any(site.running for site in picture.hosts if site.name != this_host())
+        return picture is not None and any(site.running for site in picture.hosts if site.name != self._own_name)
+
+    @property
+    def _own_name(self) -> str:
+        """Without slots another one: this host may have an agent too, as each node of an allocation has."""
+        return this_host() if self._elastic.own_slots else f"{this_host()} (launcher)"
 
     def _settle(self, watch: Watch) -> None:
         """Read the members' last words."""
@@ -246,7 +251,7 @@ class ElasticJob:
         reach.write(self.dir, where)
         self._kit.reach(address)
         self._story = Story(address, self.token, self._elastic.replacements, self._say)
-        host = Host(name=this_host(), slots=self._elastic.own_slots)
+        host = Host(name=self._own_name, slots=self._elastic.own_slots)
         self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
         if self._elastic.hosts or self._elastic.ground:
             self._posts = Posts(

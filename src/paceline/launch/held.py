@@ -18,6 +18,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # by which the engine knows it
     command: list[str] = []  # that submitted it
     at: float = 0.0  # time.time()
+    log: str = ""  # where what is printed before the run begins is kept
 
 
 def write(directory: Path, held: Held) -> None:

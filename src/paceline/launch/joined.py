@@ -11,11 +11,13 @@ import contextlib
 import queue
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from paceline.core.errors import ConfigError
+from paceline.environment.paceline import TOGETHER
 from paceline.launch import reach
 from paceline.launch.kit import Kit, spec_of
 from paceline.launch.reach import Reach
@@ -35,6 +37,7 @@ class JoinedHost:
     Args:
         labels: of the members here.
         cwd: of the members; "": the launcher's.
+        together: who ends this host ends all of them: SIGTERM is the run's, whose members leave at the same step.
         say: gets what happens here, in a line.
     """
 
@@ -47,6 +50,7 @@ class JoinedHost:
         *,
         labels: tuple[str, ...] = (),
         cwd: str = "",
+        together: bool = False,
         drain_s: float = 10.0,
         notice_s: float = 3.0,
         grace_s: float = 5.0,
@@ -54,13 +58,16 @@ class JoinedHost:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._where = where
+        self._together = together
         self._say = say
         work = fetch(where.address, where.token, limit_s)
         work = msgspec.structs.replace(work, cwd=cwd or work.cwd)
         self.slots = min(slots, work.most)
         self.dir = Path(work.settings.root) / work.settings.name
         self._limit_s = work.settings.wait_limit_s
-        kit = Kit(spec_of(work, labels), where.token, self.slots)
+        spec = spec_of(work, labels)
+        spec = replace(spec, env={**spec.env, TOGETHER: "1"}) if together else spec
+        kit = Kit(spec, where.token, self.slots)
         kit.reach(where.address)
         self._crew = Crew(
             kit.means(self.dir / "logs"),
@@ -96,7 +103,11 @@ class JoinedHost:
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """SIGTERM: drain; any other: end the members at once; a second time: kill them. From any thread."""
-        self._crew.stop(number)
+        if self._together and number == signal.SIGTERM and self._line:
+            self._together = False  # the next one is for this host
+            self._line.end_run(drain=True)
+        else:
+            self._crew.stop(number)
 
     def drain(self) -> None:
         """As SIGTERM; nothing where it stops already."""

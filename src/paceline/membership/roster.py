@@ -254,11 +254,7 @@ class Roster:
         books = self._books
         if name not in books.hosts.seen or books.run.over is not None:
             return
-        books.hosts.seen[name].going = books.dirty = True
-        for seat in books.seats.values():
-            if seat.host == name:
-                self._staff.drain(seat, now)
-        self._forming.settle(now)
+        self._drain([name], now)
 
     def end_run(self, drain: bool, now: float) -> None:
         """The run is to end on all hosts: at once, or when all members have left."""
@@ -269,9 +265,18 @@ class Roster:
             books.end("left", STOPPED)
             return
         books.run.stopping = True
-        for name in books.hosts.seen:
-            self.drain_host(name, now)
+        self._drain(list(books.hosts.seen), now)
         self.tick(now)
+
+    def _drain(self, names: Sequence[str], now: float) -> None:
+        """All of these at once: of some there would be a view of the others first, who could not save with them."""
+        books = self._books
+        for name in names:
+            books.hosts.seen[name].going = books.dirty = True
+        for seat in books.seats.values():
+            if seat.host in names:
+                self._staff.drain(seat, now)
+        self._forming.settle(now)
 
     def live(self, name: str) -> bool:
         """Whether a host is heard."""

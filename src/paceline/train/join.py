@@ -35,7 +35,7 @@ from paceline.server.dealing import Dealer
 from paceline.server.outside.desk import Desk
 from paceline.strategies import AllReduce, Local, Strategy, choose, make_strategy, words_of
 from paceline.strategies.server import Served
-from paceline.train import pacing
+from paceline.train import pacing, shield
 from paceline.train.ending import Ending
 from paceline.train.progress import MODES, make_progress
 from paceline.train.rates import RULES, factor
@@ -96,6 +96,7 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
     line: Line | None = None
     if place.scheduler:
         dismissal.tell_in_a_line()
+        shield.leave_to_agent()
         wires.append(Wires(place.token, _address(place)))
         me = msgspec.structs.replace(wires[0].describe(place.rank, place.host, place.labels), id=place.rank)
         line = Line(place.scheduler, place.token, Arrive(id=place.rank, member=me), limit_s=asked.join_limit_s)

@@ -29,6 +29,7 @@ ENGINES = {
     "local": "on this host",
     "ssh": "on hosts that ssh leads to",
     "ray": "on a Ray cluster",
+    "slurm": "in a Slurm job",
     "mpi": "by mpirun",
     "kubernetes": "in pods, by a JobSet or a TrainJob",
 }
@@ -96,6 +97,14 @@ class Queue(Protocol):
 
 
 @runtime_checkable
+class Ends(Protocol):
+    """A queue that knows whether a job is over."""
+
+    def over(self, held: Held) -> bool:
+        """Whether it neither waits nor runs."""
+
+
+@runtime_checkable
 class Seating(Protocol):
     """What an engine that spreads has besides, if it also starts members that stay (`JobSpec.away`): of runs with
     servers, with a mesh, or with torch's own groups."""
@@ -126,6 +135,12 @@ def make(name: str, values: Mapping[str, Any]) -> Engine:
 def owner(option: str) -> str:
     """The engine that has an option of this name; "": none."""
     return next((name for name in ENGINES if option in (o.name for o in options(name))), "")
+
+
+def over(held: Held) -> bool:
+    """Whether a run that was submitted is over, as far as its queue can tell."""
+    asked = queue(held)
+    return isinstance(asked, Ends) and asked.over(held)
 
 
 def queue(held: Held) -> Queue:
