@@ -1,6 +1,7 @@
 """The options of `paceline run`, in one table: each setting's flag, its help, and what its value may be.
 
-The table makes the parser, so a setting has its help text in one place; a test holds it against `Settings`.
+The table makes the parser, so a setting has its help text in one place; a test holds it against `Settings`. What is put
+into the parser is known by name, so that a recipe (`recipes`) has the same keys with the same checks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,16 @@ class Flag:
     @property
     def option(self) -> str:
         return "--" + self.field.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that is in a parser, for those who write it in another way."""
+
+    name: str  # such as "--seed"
+    parse: Callable[[str], Any] | None  # None: a switch
+    metavar: str
+    repeats: bool
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -145,14 +156,21 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.takes_value: dict[str, bool] = {"-h": False, "--help": False}
+        self.keys: dict[str, Option] = {}  # what a recipe may hold, by the name that the value has in a Namespace
 
-    def option(self, *names: str, parse: Callable[[str], Any] | None = None, **kwargs: Any) -> None:
-        """Add an option whose value `parse` checks; without `parse`, a switch."""
+    def option(
+        self, *names: str, parse: Callable[[str], Any] | None = None, of_recipe: bool = True, **kwargs: Any
+    ) -> None:
+        """Add an option whose value `parse` checks; without `parse`, a switch. `of_recipe`: it is of the run that is
+        started, and not of this one start."""
         if parse is None:
-            self.add_argument(*names, action="store_true", **kwargs)
+            added = self.add_argument(*names, action="store_true", **kwargs)
         else:
-            self.add_argument(*names, type=_typed(parse), **kwargs)
+            added = self.add_argument(*names, type=_typed(parse), **kwargs)
         self.takes_value |= dict.fromkeys(names, parse is not None)
+        if of_recipe:
+            repeats = kwargs.get("action") == "append"
+            self.keys[added.dest] = Option(names[-1], parse, str(added.metavar or ""), repeats)
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")

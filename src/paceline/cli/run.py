@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from paceline.cli import ending
+from paceline.cli import ending, recipes
 from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, whole
 from paceline.core.errors import ConfigError
@@ -42,6 +42,8 @@ examples:
   paceline run -n 2:4 train.py                  elastic: starts 4, goes on while 2 are left, replaces lost ones
   paceline run -n 4 --strategy async --replacements 2 train.py    with servers: each lost worker, up to twice
   paceline run -n 4:8 --hosts hosts.txt train.py    on the hosts of a list, which may change
+  paceline run big.toml --set args.lr=0.1       a run written down: script, args, members and any option as keys
+  paceline run --again big                      what the run was started with, as a new run
 
 Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of the member that failed first,
 130 after Ctrl-C, 143 after SIGTERM; of an elastic run that finished it is 0, whoever was lost on the way.
@@ -63,9 +65,7 @@ _NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
 
 def main(argv: list[str]) -> int:
-    parser = _parser()
-    options, rest = parser.split(argv)
-    given = parser.parse_args(options)
+    given, rest, recipe = recipes.resolve(_parser(), argv)
     if given.members is None:
         raise ConfigError(_no_members(rest))
     spec = _with_hosts(_spec(given, rest))
@@ -74,13 +74,15 @@ def main(argv: list[str]) -> int:
     if given.dry_run:
         print(shown)
         return 0
-    return _run(spec)
+    return _run(spec, recipe)
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="paceline run",
-        usage="paceline run -n N [options] script.py [arguments of the script]",
+        usage="paceline run -n N [options] script.py [arguments of the script]\n"
+        "       paceline run recipe.toml [--set KEY=VALUE] [options]\n"
+        "       paceline run --again RUN [--set KEY=VALUE] [options]",
         description="Train a script on N members of this host; with -n MIN:MAX, members may come and go.",
         epilog=_EPILOG,
     )
@@ -94,7 +96,18 @@ def _parser() -> Parser:
         text = f"{flag.help}; with -n MIN:MAX (default: {note})"
         parser.option(flag.option, parse=flag.parse, metavar=flag.metavar, help=text)
     parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
-    parser.option("--dry-run", help="print what would be started, and start nothing")
+    parser.option("--dry-run", of_recipe=False, help="print what would be started, and start nothing")
+    parser.option(
+        "--again", of_recipe=False, parse=str, metavar="RUN", help="what this run was started with, as a new run"
+    )
+    parser.option(
+        "--set",
+        of_recipe=False,
+        parse=str,
+        metavar="KEY=VALUE",
+        action="append",
+        help="change a recipe, as in seed=3 or args.lr=0.1; may be repeated",
+    )
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
     add_settings(parser)
     return parser
@@ -199,11 +212,12 @@ def _dry_run(spec: JobSpec) -> str:
     return "\n".join([*parts, "# settings, told to each when it joins: " + ", ".join(settings)])
 
 
-def _run(spec: JobSpec) -> int:
+def _run(spec: JobSpec, recipe: recipes.Table) -> int:
     display = Screen(spec.size) if spec.terminal else Display(spec.size)
     signals = _catch_signals()
     launcher = Local(display, on_lost=lambda rank, how: display.say(ending.lost(rank, how)), say=display.say)
     job = launcher.start(spec)
+    _keep(recipe, job, display)
     _say_what_starts(spec, job, display)
     deadline, asked = math.inf, -math.inf
     while (outcome := job.wait(_LOOK_S)) is None:
@@ -226,6 +240,13 @@ def _run(spec: JobSpec) -> int:
     display.close()
     _say_how_it_ended(spec, job, outcome, display)
     return outcome.code
+
+
+def _keep(recipe: recipes.Table, job: AnyJob, display: Display) -> None:
+    try:
+        recipes.write(job.dir, recipe)
+    except (OSError, UnicodeEncodeError) as error:  # a full disk, or a file's name that is no text
+        display.say(f"warning: {recipes.FILE} could not be written, so --again will not find it: {error}")
 
 
 def _catch_signals() -> deque[int]:
