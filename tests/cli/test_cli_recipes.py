@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.cli import recipes, toml
 from paceline.cli import run as run_command
-from paceline.cli.flags import size
+from paceline.cli.flags import size, whole
 from paceline.core.errors import ConfigError
 from paceline.launch import names
 
@@ -33,7 +33,7 @@ def here(tmp_path, monkeypatch):
 
 
 def resolve(*argv):
-    return recipes.resolve(run_command._parser(), list(argv))
+    return recipes.resolve(lambda words: run_command._parser(), list(argv))
 
 
 def write(text, name="big.toml"):
@@ -104,7 +104,7 @@ def tables():
 @given(tables())
 @settings(deadline=None, max_examples=200)
 def test_arguments_and_back(table):
-    given, rest, again = recipes.resolve(PARSER, recipes.arguments(PARSER, table))
+    given, rest, again = recipes.resolve(lambda words: PARSER, recipes.arguments(PARSER, table))
     assert again == table
     assert recipes.table_of(PARSER, given, rest) == table
 
@@ -214,6 +214,21 @@ def test_set_changes_words_in_a_list():
     _, rest, _ = resolve("big.toml", *(word for change in changes for word in ("--set", change)))
     assert rest == ["train.py", "data", "--lr", "0.2", "--size=4", "--new", "x", "--fast"]
     assert resolve("big.toml", "--set", 'args=["z"]')[1] == ["train.py", "z"]
+
+
+def test_a_recipe_may_decide_which_options_there_are():
+    """As an engine does: its options are known once it is named."""
+
+    def make(words):
+        parser = run_command._parser()
+        if "--codec=sign" in words:
+            parser.option("--bits", parse=whole(1), metavar="N")
+        return parser
+
+    write('script = "train.py"\nmembers = 1\ncodec = "sign"\nbits = 3')
+    given, _, table = recipes.resolve(make, ["big.toml"])
+    assert given.bits == table["bits"] == 3
+    assert recipes.resolve(make, ["big.toml", "--bits", "4"])[0].bits == 4
 
 
 def test_recipes_on_the_page_are_ones():

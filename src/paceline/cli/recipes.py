@@ -38,9 +38,14 @@ class _Written:
     where: Callable[[str], str]
 
 
-def resolve(parser: Parser, argv: list[str]) -> tuple[Namespace, list[str], Table]:
+def resolve(make: Callable[[list[str]], Parser], argv: list[str]) -> tuple[Namespace, list[str], Table]:
     """The options, the script with its arguments, and both as a recipe: of the command line alone, or of what it makes
-    of a recipe that it names."""
+    of a recipe that it names.
+
+    Args:
+        make: the parser for these words, of which some may decide what others there are.
+    """
+    parser = make(argv)
     options, rest = parser.split(argv)
     given = parser.parse_args(options)
     if given.again is not None:
@@ -51,6 +56,8 @@ def resolve(parser: Parser, argv: list[str]) -> tuple[Namespace, list[str], Tabl
         raise ConfigError(f"--set {given.set[0]} changes a recipe: name one (recipe.toml), or --again RUN")
     else:
         return given, rest, table_of(parser, given, rest)
+    words = {key: value for key, value in written.table.items() if isinstance(value, str)}
+    parser = make([*(f"--{key.replace('_', '-')}={value}" for key, value in words.items()), *argv])
     behind, args = parser.split(more)
     if args and more[len(behind)] != "--":
         raise ConfigError(

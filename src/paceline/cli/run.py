@@ -65,7 +65,7 @@ _NOTES = {"listen": "none", "slots": "MAX, or 0 with --hosts", "hosts": "none"}
 
 
 def main(argv: list[str]) -> int:
-    given, rest, recipe = recipes.resolve(_parser(), argv)
+    given, rest, recipe = recipes.resolve(lambda words: _parser(), argv)
     if given.members is None:
         raise ConfigError(_no_members(rest))
     spec = _with_hosts(_spec(given, rest))
