@@ -40,6 +40,11 @@ SIDES: dict[str, dict[str, Any]] = {
         "every": 60,
         "strategy": f"diloco(every=60, {_OUTER}, {_FOUR_BITS}, overlap=12)",
     },
+    "sparse diloco": {
+        "kind": "ours",
+        "every": 100,
+        "strategy": f"local(every=100, {_OUTER}, codec='topk(0.125, values=2bit)')",
+    },
     "sparseloco": {"kind": "ours", "every": 30, "strategy": "sparseloco(every=30)"},
 }
 

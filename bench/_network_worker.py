@@ -54,11 +54,11 @@ class Compute(msgspec.Struct, frozen=True):
         return self.forward_s + sum(s for _, s in self.backward)
 
 
-def calibrate(task: Task, repeats: int = 15) -> Compute:
-    """Time forward and backward of the real model on one thread: medians of its processor time, which other programs on
-    this machine disturb less than the clock."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def calibrate(task: Task, repeats: int = 15, threads: int = 1) -> Compute:
+    """Time forward and backward of the real model on so many threads: medians of the processor time of the first, which
+    other programs on this machine disturb less than the clock."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     torch.manual_seed(1)
     model, batch = task.make(), task.batch(task.batch_size, 1)
     arrived: list[tuple[str, float]] = []
@@ -81,7 +81,7 @@ def calibrate(task: Task, repeats: int = 15) -> Compute:
             last = at
         if repeat >= 0:
             forwards.append(forward_s)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
     return Compute(statistics.median(forwards), [(name, statistics.median(s)) for name, s in shares.items()])
 
 

@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     run = paceline.join()
     members, micros, width, seconds = run.size, wanted["micros"], wanted["width"], wanted["seconds"]
-    x, y = torch.randn(micros, width), torch.zeros(micros, width)
+    x, y = torch.ones(micros, width), torch.zeros(micros, width)
 
     def layers() -> nn.Sequential:
         return nn.Sequential(*(Layer(width, seconds / 2) for _ in range(2 * members)))

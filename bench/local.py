@@ -1,8 +1,8 @@
 """Four hosts that train apart over slow links: DDP, DDP with PostLocalSGD, and our local steps.
 
   speedup_10mbit, _100mbit, _1gbit   DDP's time to the target / that of the fastest of ours
-  bytes_ratio, bytes_ratio_sparse    bytes that left a host with DDP / with diloco, with sparseloco, step for step
-  loss_gap_nats, _sparse             held-out loss at the end with diloco, with sparseloco, less that with DDP
+  bytes_ratio, bytes_ratio_sparse    bytes that left a host with DDP / with diloco, with sparse diloco, step for step
+  loss_gap_nats, _sparse             held-out loss at the end with diloco, with sparse diloco, less that with DDP
   compute_share                      time of the steps without any exchange / of the fastest of ours, at 10 Mbit/s
   *_cnn                              the same for the Fashion-MNIST CNN, whose gap is in points of accuracy; those
                                      without are the character GPT's
@@ -10,8 +10,8 @@
 The target is what DDP has at its end, less what may be lost: 0.02 nats, 0.3 points. What sides learn is from real
 training by processes of this host (`_local_quality`); `--outcomes FILE` keeps it, for another machine or another go.
 The table of averages is from there too. Steps are timed on network namespaces with shaped links, which needs root:
-bytes, codecs and optimizers are real, compute is a calibrated sleep (`_local_worker`). Every block timed is a whole
-round. Sides that do not reach the target have no speedup.
+bytes, codecs and optimizers are real, compute is a sleep as long as this machine takes for it (`_local_worker`). Every
+block timed is a whole round. Sides that do not reach the target have no speedup.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from paceline.testing.hosts import Hosts
 
 SIZE = 4
 RATES = ("10mbit", "100mbit", "1gbit")
-QUICK = ("alone", "ddp", "diloco", "sparseloco")
+QUICK = ("alone", "ddp", "diloco", "sparse diloco")
 PEERS = ("alone", "ddp", "ddp post-local", "torchft diloco")
 ALLOWED = {"gpt": 0.02, "cnn": 0.003}
 GOALS = {
@@ -84,7 +84,9 @@ def main() -> None:
             _plot(Path(options.plot), task, {r: times[task, r] for r in rates if (task, r) in times}, learnt[task])
     if "gpt" in chosen:
         report.note(f"text: {tasks.text()[1]}; AdamW inside, for all sides alike")
-    report.note(f"{SIZE} hosts x 1 thread, load average {os.getloadavg()[0]:.1f}; compute is slept, bytes are real")
+    report.note(
+        f"{SIZE} hosts such as this one, load average {os.getloadavg()[0]:.1f}; compute is slept, bytes are real"
+    )
     report.note("ours is encrypted between hosts, gloo is not; PostLocalSGD averages every 50 steps, without warm-up")
     return report.finish(options.json)
 
@@ -163,8 +165,8 @@ def _timed(
     repeats, enough = (1 if options.quick else 2), len(os.sched_getaffinity(0)) >= SIZE * len(rates)
     for task in chosen:
         named = replace(network.TASKS[task], batch_size=tasks.TASKS[task].batch)
-        compute = network.calibrate(named)
-        print(f"{task}: compute of a step, alone with one thread: {short(1e3 * compute.step_s)} ms; slept", flush=True)
+        compute = network.calibrate(named, threads=len(os.sched_getaffinity(0)))
+        print(f"{task}: compute of a step, with the whole machine: {short(1e3 * compute.step_s)} ms; slept", flush=True)
         report.extra[f"compute_ms_{task}"] = 1e3 * compute.step_s
         with ThreadPoolExecutor(len(rates) if enough else 1) as pool:
             runs = {rate: pool.submit(_measure, task, compute, rate, names, repeats, options.torchft) for rate in rates}
@@ -261,7 +263,7 @@ def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Run
         if ours and "alone" in taken:
             figure = compare(f"compute_share{end}", seconds(taken[ours]), seconds(taken["alone"]))
             report.add(replace(figure, ours=f"{ours} at {slowest}, {figure.ours}", goal=GOALS["compute_share"]))
-        for side, name in ("diloco", "bytes_ratio"), ("sparseloco", "bytes_ratio_sparse"):
+        for side, name in ("diloco", "bytes_ratio"), ("sparse diloco", "bytes_ratio_sparse"):
             if side in taken and "ddp" in taken:
                 sent = {n: statistics.mean(t["sent_bytes"] for t in taken[n]) for n in (side, "ddp")}
                 words = {n: f"{n} {short(value / 1e3)} kB/step" for n, value in sent.items()}
@@ -277,7 +279,7 @@ def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Run
         mean, half = gap(plain, runs, rising)
         times_100 = 100 if rising else 1
         unit = "accuracy_gap_points" if rising else "loss_gap_nats"
-        name = {"diloco": unit, "sparseloco": f"{unit}_sparse"}.get(side, f"{unit} {side}")
+        name = {"diloco": unit, "sparse diloco": f"{unit}_sparse"}.get(side, f"{unit} {side}")
         figure = Figure(
             name=name,
             value=times_100 * mean,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from paceline.codecs.codec import Codec, Context, PayloadError
 from paceline.codecs.kernels.spread import compiled
 from paceline.codecs.nonzero import NonZero
+from paceline.codecs.records import Records
 from paceline.codecs.sampled import SampledTopK
 from paceline.codecs.threshold import Threshold
 from paceline.codecs.topk import TopK
@@ -174,15 +177,43 @@ def test_topk_takes_the_largest_and_of_equal_ones_the_first(name: str) -> None:
 
 
 def test_topk_bytes_are_packed() -> None:
-    assert TopK(0.01, 4096).nbytes(4096) == 62 + 41 * 4  # 41 positions of 12 bits
-    assert TopK(64 / 4096, 4096, "int8").nbytes(4096 * 3) == 3 * (96 + 64 + 4)
-    assert TopK(0.01, 4096, "fp16").nbytes(4096 + 100) == 62 + 82 + 1 + 2  # the rest: one position of 7 bits
-    assert TopK(64 / 4096, 4096, "2bit").nbytes(4096 * 3) == 3 * (4 + 96 + 16)
+    assert TopK(0.01, 4096).nbytes(4096) == 44 + 41 * 4  # 41 x 6 low bits, 41 ones and 63 zeros
+    assert TopK(64 / 4096, 4096, "int8").nbytes(4096 * 3) == 3 * (64 + 64 + 4)
+    assert TopK(0.01, 4096, "fp16").nbytes(4096 + 100) == 44 + 82 + 1 + 2  # the rest: one position of 7 bits
+    assert TopK(64 / 4096, 4096, "2bit").nbytes(4096 * 3) == 3 * (4 + 64 + 16)
+    assert TopK(1 / 8, 4096, "2bit").nbytes(4096) == 4 + 320 + 128
     assert TopK(0.02, 100, "2bit").nbytes(100) == 4 + 2 + 1
     assert TopK(0.5, 4096).nbytes(1) == 4  # one element: no bits are needed to say where
-    assert TopK().nbytes(0) == 0
-    for numel in (1, 100, 5000):
-        assert len(encode(TopK(0.1, 64), torch.randn(numel))[0]) == TopK(0.1, 64).nbytes(numel)
+
+
+def test_positions_take_their_entropy_and_a_bit_and_never_more_than_plain_ones() -> None:
+    for room in (1, 2, 3, 100, 1000, 4096):
+        for count in {1, 2, room // 64, room // 8, room // 3, room - 1, room} - {0}:
+            if count <= room:
+                records = Records(room, room, "float32", np.array([count]), 0)
+                least = math.log2(math.comb(room, count))
+                plain = count * (room - 1).bit_length()
+                assert records.index_bytes[0] <= -(-plain // 8)
+                if count <= room / 4:
+                    assert 8 * records.index_bytes[0] <= least + count + 8
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_high_parts_of_positions_are_not_trusted(name: str) -> None:
+    """A position too many, one too few, and one more at the end."""
+    codec = TopK(64 / 4096, 4096, "2bit")
+    payload, _ = encode(codec, torch.randn(4096, generator=torch.Generator().manual_seed(1)))
+    begin, end = 4 + 48, 4 + 64  # after 64 x 6 low bits
+    high = np.unpackbits(payload[begin:end].numpy(), bitorder="little")
+    assert high[:127].sum() == 64
+    with path(name):
+        for wrong in (int(np.flatnonzero(high == 0)[5]), int(np.flatnonzero(high)[5]), 126):
+            changed = high.copy()
+            changed[wrong] ^= 1
+            broken = payload.clone()
+            broken[begin:end] = torch.from_numpy(np.packbits(changed, bitorder="little"))
+            with pytest.raises(PayloadError, match="positions or values"):
+                decode(codec, broken, 4096)
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -256,7 +287,7 @@ def test_threshold_is_reached_or_not(name: str) -> None:
 @pytest.mark.parametrize("name", PATHS)
 def test_nonzero_takes_the_shortest_way(name: str) -> None:
     with path(name):
-        for there, size in [(40, 8 + 2 + 60 + 160), (2000, 8 + 512 + 8000), (4096, 8 + 4 * 4096)]:
+        for there, size in [(40, 8 + 2 + 43 + 160), (2000, 8 + 512 + 8000), (4096, 8 + 4 * 4096)]:
             x = torch.zeros(4096)
             x[torch.randperm(4096, generator=torch.Generator().manual_seed(0))[:there]] = -0.0
             payload, _ = encode(NonZero(), x)

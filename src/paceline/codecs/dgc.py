@@ -120,7 +120,7 @@ class DGC:
             fresh = (x.numpy(), state.numpy(), factor, momentum)
             check_finite(magnitude_of(max(spread(sparse.largest, x.numel(), *fresh))), self)
             out[:_STAGE_BYTES] = head
-            place = (out.numpy(), _CHUNK, records.counts, records.offsets, records.kind)
+            place = (out.numpy(), _CHUNK, records.counts, records.lows, records.offsets, records.kind)
             spread(sparse.encode_top, x.numel(), *fresh, *place, unit=_CHUNK)
             return records.end
         unsaid, momenta = state.view(2, -1)

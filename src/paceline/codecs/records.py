@@ -27,7 +27,7 @@ from paceline.core.words import finite
 Array = np.ndarray[Any, Any]
 
 VALUES = {"float32": 32, "bf16": 16, "fp16": 16, "int8": 8, "2bit": 2}  # bits; kernels know them by their order
-BLOCK = 4096  # elements of a block where a whole tensor is looked at: 12 bits say where an element stands in it
+BLOCK = 4096  # elements of a block where a whole tensor is looked at
 HEADER_BYTES = 8
 SCALE_BYTES = {"int8": 4, "2bit": 4}  # of a record; the others have none
 _HALVES = {"bf16": (torch.bfloat16, 3.3895313892515355e38), "fp16": (torch.float16, 65504.0)}
@@ -67,10 +67,12 @@ class Records:
         self.numel, self.block, self.values, self.counts = numel, block, values, counts
         self.kind = list(VALUES).index(values)
         self.scale_bytes = SCALE_BYTES.get(values, 0)
-        self.widths = np.full(len(counts), (block - 1).bit_length(), np.int64)
+        room = np.full(len(counts), block, np.int64)
         if numel % block:
-            self.widths[-1] = (numel % block - 1).bit_length()
-        self.index_bytes = (counts * self.widths + 7) // 8
+            room[-1] = numel % block
+        self.lows = _low_bits(room, counts)
+        self.highs = (room - 1) >> self.lows
+        self.index_bytes = (_index_bits(room, counts, self.lows) + 7) // 8
         sizes = self.index_bytes + (counts * VALUES[values] + 7) // 8 + self.scale_bytes * (counts > 0)
         ends = np.cumsum(sizes) + start
         self.start, self.offsets = start, ends - sizes
@@ -78,13 +80,15 @@ class Records:
 
     def write(self, whole: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write the records of these (ascending) positions in plain torch; what a reader takes the values for."""
-        block_of, rank, width, first = self._places(out.device)
+        block_of, rank, low, first = self._places(out.device)
         inside, values = positions - block_of * self.block, whole[positions]
         bits = torch.zeros(8 * (self.end - self.start), dtype=torch.uint8, device=out.device)
-        for j in range((self.block - 1).bit_length()):
-            wide = width > j
-            place = 8 * (first + self.scale_bytes - self.start) + rank * width + j
-            bits[place[wide]] = (inside >> j & 1)[wide].to(torch.uint8)
+        begin = 8 * (first + self.scale_bytes - self.start)
+        for j in range(int(self.lows.max(initial=0))):
+            wide = low > j
+            bits[(begin + rank * low + j)[wide]] = (inside >> j & 1)[wide].to(torch.uint8)
+        counts, highs = (torch.from_numpy(a).to(out.device)[block_of] for a in (self.counts, self.highs))
+        bits[(begin + counts * low + (inside >> low) + rank)[highs > 0]] = 1
         if self.values == "2bit":
             scale, codes, said = self._two_bits(values, block_of, rank)
             place = 8 * (self._value_bytes(block_of, first) - self.start) + 2 * rank
@@ -141,12 +145,15 @@ class Records:
 
     def read(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Positions and values in plain torch; nothing where they are not sensible."""
-        block_of, rank, width, first = self._places(payload.device)
-        inside = torch.zeros_like(block_of)
-        for j in range((self.block - 1).bit_length()):
-            place = 8 * (first + self.scale_bytes) + rank * width + j
+        block_of, rank, low, first = self._places(payload.device)
+        high = self._read_high(payload)
+        if high is None:
+            return None
+        inside = high << low
+        for j in range(int(self.lows.max(initial=0))):
+            place = 8 * (first + self.scale_bytes) + rank * low + j
             bit = payload[(place >> 3).clamp(max=payload.numel() - 1)].long() >> (place & 7) & 1
-            inside |= torch.where(width > j, bit << j, 0)
+            inside |= torch.where(low > j, bit << j, 0)
         positions = inside + block_of * self.block
         if positions.numel() and (int(positions[-1]) >= self.numel or bool((positions.diff() <= 0).any())):
             return None
@@ -166,14 +173,30 @@ class Records:
             values = coded.view(_HALVES[self.values][0]).float()
         return (positions, values) if bool(torch.isfinite(values).all()) else None
 
+    def _read_high(self, payload: torch.Tensor) -> torch.Tensor | None:
+        """The high parts of all positions; nothing where a block has another number of them than elements."""
+        lengths = np.where(self.highs > 0, self.counts + self.highs, 0) * (self.counts > 0)
+        block_of = np.repeat(np.arange(len(lengths)), lengths)
+        inside = np.arange(len(block_of)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        begin = 8 * (self.offsets + self.scale_bytes) + self.counts * self.lows
+        place = torch.from_numpy(begin[block_of] + inside).to(payload.device)
+        ones = ((payload[place >> 3] >> (place & 7).to(torch.uint8)) & 1).nonzero().view(-1).cpu().numpy()
+        found = np.bincount(block_of[ones], minlength=len(lengths))
+        if (found != np.where(lengths > 0, self.counts, 0)).any():
+            return None
+        rank = np.arange(len(ones)) - np.repeat(np.cumsum(found) - found, found)
+        high = np.zeros(int(self.counts.sum()), np.int64)
+        high[np.repeat(lengths > 0, self.counts)] = inside[ones] - rank
+        return torch.from_numpy(high).to(payload.device)
+
     def _places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each element: its block, its place among those of its block, the bits of a position, its record."""
+        """Of each element: its block, its place among those of its block, low bits of a position, its record."""
         block_of = np.repeat(np.arange(len(self.counts)), self.counts)
         rank = np.arange(len(block_of)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
-        block, place, width, first = (
-            torch.from_numpy(a).to(device) for a in (block_of, rank, self.widths[block_of], self.offsets[block_of])
+        block, place, low, first = (
+            torch.from_numpy(a).to(device) for a in (block_of, rank, self.lows[block_of], self.offsets[block_of])
         )
-        return block, place, width, first
+        return block, place, low, first
 
     def _value_bytes(self, block_of: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Where the values of an element's record begin."""
@@ -182,6 +205,23 @@ class Records:
     def _value_places(self, block_of: torch.Tensor, rank: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         size = VALUES[self.values] // 8
         return (self._value_bytes(block_of, first) + rank * size)[:, None] + torch.arange(size, device=first.device)
+
+
+def _low_bits(room: Array, counts: Array) -> Array:
+    """How many bits of each position travel as they are; all of them where high parts would not save anything.
+
+    >>> _low_bits(np.array([4096, 4096, 4096]), np.array([1, 64, 512]))
+    array([12,  6,  3])
+    """
+    every = np.frexp((room - 1).astype(np.float64))[1].astype(np.int64)
+    lows = np.frexp((room // np.maximum(counts, 1)).astype(np.float64))[1].astype(np.int64) - 1
+    return np.where(_index_bits(room, counts, lows) < counts * every, lows, every)
+
+
+def _index_bits(room: Array, counts: Array, lows: Array) -> Array:
+    highs = (room - 1) >> lows
+    bits: Array = counts * lows + np.where((highs > 0) & (counts > 0), counts + highs, 0)
+    return bits
 
 
 def largest_of_sum(x: torch.Tensor, residual: torch.Tensor | None) -> float:
@@ -217,7 +257,7 @@ def write_above(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tenso
     if fused(x):
         from paceline.codecs.kernels import sparse
 
-        place = (BLOCK, records.counts, records.offsets, records.kind, cut)
+        place = (BLOCK, records.counts, records.lows, records.offsets, records.kind, cut)
         spread(sparse.encode_above, x.numel(), x.numpy(), array_of(residual), out.numpy(), *place, unit=BLOCK)
         return
     whole = x if residual is None else x + residual
@@ -230,7 +270,7 @@ def add_records(payload: torch.Tensor, out: torch.Tensor, weight: float, records
     if fused(out):
         from paceline.codecs.kernels import reading
 
-        layout = (records.block, records.counts, records.widths, records.offsets, records.kind)
+        layout = (records.block, records.counts, records.lows, records.offsets, records.kind)
         args = (payload.numpy(), out.numpy(), *layout, np.float32(weight))
         if all(spread(reading.read_records, out.numel(), *args, False, unit=records.block)):
             spread(reading.read_records, out.numel(), *args, True, unit=records.block)

@@ -38,7 +38,7 @@ class TopK:
         chunk: how many elements choose among themselves.
         values: "float32" | "bf16" | "fp16" | "int8" (with one scale for each chunk) | "2bit": a sign and one of two
             magnitudes, the means of those of the chunk that are above the mean of all that travel and below. With
-            64 of 4096 elements that is 14.5 bits for each (SparseLoCo, Sarfi and others 2025, has 14).
+            64 of 4096 elements that is 10.5 bits for each (SparseLoCo, Sarfi and others 2025, has 14).
     """
 
     unbiased = False
@@ -78,7 +78,7 @@ class TopK:
         if fused(x):
             from paceline.codecs.kernels import sparse
 
-            place = (out.numpy(), self.chunk, records.counts, records.offsets, records.kind)
+            place = (out.numpy(), self.chunk, records.counts, records.lows, records.offsets, records.kind)
             spread(sparse.encode_top, x.numel(), x.numpy(), array_of(residual), *PLAIN, *place, unit=self.chunk)
             return records.end
         whole = x if residual is None else x + residual

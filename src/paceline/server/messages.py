@@ -27,7 +27,7 @@ import msgspec
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server.placement import Tensor
 
-PROTOCOL = 4  # raised with every change that an older member would not understand
+PROTOCOL = 5  # raised with every change that an older member would not understand
 MAX_HEADER_BYTES = 1 << 26  # a table of a million parameters
 UPLOADS = "uploads/"  # how courses begin that are of samples which outsiders upload
 

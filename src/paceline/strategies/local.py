@@ -137,6 +137,8 @@ class Local:
             if not finite(decay) or not 0 <= decay <= 1:
                 raise ConfigError(f"codec {codec}, decay={said['decay']}: from 0 to 1, such as 0.95")
         method = Method.of(codec, back)
+        if decay != 1.0 and method.codec is None:
+            raise ConfigError(f"codec {codec}, decay={decay}: without a codec nothing is left unsaid that could decay")
         if isinstance(method.codec, Auto):
             raise ConfigError("codec auto tries step after step, and rounds are far apart: name a codec")
         if getattr(method.codec, "momentum", 0.0):

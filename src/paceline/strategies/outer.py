@@ -84,7 +84,9 @@ def make_outer(words: Outer | Make | str | None) -> Outer:
         raise ConfigError(f'outer={words!r}: give words such as "nesterov(lr=0.7)", or a function of parameters')
     try:
         made = outer.make([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError) as error:
+    except TypeError:
+        raise ConfigError(f"outer={outer.words}: an option of it is not of the kind that torch.optim wants") from None
+    except ValueError as error:
         raise ConfigError(f"outer={outer.words}: {error}") from None
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"outer={outer.words}: it makes a {type(made).__name__}, not a torch.optim.Optimizer")

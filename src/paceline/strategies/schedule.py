@@ -163,10 +163,11 @@ class Overlap:
 
     def check(self, every: Every) -> None:
         if self.steps and self.steps * self.fragments > every.least:
+            most = every.least // self.fragments
+            remedy = f"give at most overlap={most}, or fewer fragments" if most else "give a larger every or no overlap"
             raise ConfigError(
                 f"every={every.words}, overlap={self.words}: {self.fragments} fragments that are under way for "
-                f"{self.steps} steps each do not fit into {every.least} steps; give at most "
-                f"overlap={every.least // self.fragments}, or fewer fragments"
+                f"{self.steps} steps each do not fit into {every.least} steps; {remedy}"
             )
 
 

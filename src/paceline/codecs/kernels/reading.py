@@ -39,6 +39,40 @@ def _from_fp16(word: int) -> float:
 
 
 @fuse
+def _read_positions(payload: Array, at: int, n: int, k: int, low: int, parts: Array, kept: Array) -> int:
+    """Where they end; -1 where they are not k ascending positions among n. `parts` is a place to work in."""
+    packed, held, first = 0, 0, 8 * at + k * low
+    for j in range(k):
+        while held < low:
+            packed |= int(payload[at]) << held
+            held += 8
+            at += 1
+        parts[j] = packed & ((1 << low) - 1)
+        packed >>= low
+        held -= low
+    most = (n - 1) >> low
+    if most:  # without branches: half of these bits are ones, in no order
+        high, j, ones = 0, 0, 0
+        for bit in range(first, first + k + most):
+            one = (int(payload[bit >> 3]) >> (bit & 7)) & 1
+            kept[j] = parts[j] | high << low
+            ones += one
+            high += 1 - one
+            j = min(ones, k)
+        if ones != k:
+            return -1
+        at = (first + k + most + 7) >> 3
+    else:
+        for j in range(k):
+            kept[j] = parts[j]
+    last, rising = -1, True
+    for j in range(k):
+        rising &= kept[j] > last
+        last = kept[j]
+    return at if rising and last < n else -1
+
+
+@fuse
 def read_records(
     start: int,
     stop: int,
@@ -46,14 +80,14 @@ def read_records(
     out: Array,
     block: int,
     counts: Array,
-    widths: Array,
+    lows: Array,
     offsets: Array,
     kind: int,
     weight: float,
     write: bool,
 ) -> bool:
     """Whether the records are sensible; where `write`, which wants that known, adds what they say to `out`."""
-    kept = np.empty(block, np.int32)
+    parts, kept = np.zeros(block + 1, np.int32), np.empty(block + 1, np.int32)
     values = np.empty(block, np.float32)
     bits = values.view(np.uint32)
     for base in range(start, stop, block):
@@ -71,20 +105,9 @@ def read_records(
         elif kind == 4:
             lower, upper = _word(payload, at, 2) << 16, _word(payload, at + 2, 2) << 16
             at += 4
-        width = widths[b]
-        packed, held, last = 0, 0, -1
-        for j in range(k):
-            while held < width:
-                packed |= int(payload[at]) << held
-                held += 8
-                at += 1
-            position = packed & ((1 << width) - 1)
-            packed >>= width
-            held -= width
-            if position <= last or position >= n:
-                return False
-            kept[j] = position
-            last = position
+        at = _read_positions(payload, at, n, k, lows[b], parts, kept)
+        if at < 0:
+            return False
         part = out[base : base + n]
         for j in range(k):
             if kind == 0:

@@ -4,6 +4,11 @@ A tensor is cut into blocks, and each block with something to say becomes one re
 
     scale (float32, only for int8 values) · positions in the block, bit by bit, filled up to a byte · values
 
+Of k ascending positions among n the log2(n / k) low bits come first, as they are. What is left of them, their high
+parts, grows from 0 to at most n / 2^low: each is a one, after as many zeros as it is more than the one before. That
+makes log2(n / k) + 2 bits for each position, at most, in a size that depends on n and k alone (Fano 1971, Elias 1974).
+Where plain positions are as small, as for k = 1, all their bits are low ones.
+
 Values of 2 bits have two magnitudes (bf16) in the place of the scale, the lower one first. Of the bits of a value the
 first says which, the second that it is negative; four are in a byte.
 
@@ -201,16 +206,46 @@ def _mean(whole: Array, kept: Array, k: int, cut: Any, above: bool) -> float:
 
 
 @fuse
-def _width(n: int) -> int:
-    """How many bits tell n positions apart."""
-    width = 0
-    while (1 << width) < n:
-        width += 1
-    return width
+def _write_positions(n: int, kept: Array, k: int, low: int, out: Array, at: int) -> int:
+    """Where they end."""
+    packed, held, mask = 0, 0, (1 << low) - 1
+    for j in range(k):
+        packed |= (int(kept[j]) & mask) << held
+        held += low
+        while held >= 8:
+            out[at] = packed & 255
+            packed >>= 8
+            held -= 8
+            at += 1
+    most = (n - 1) >> low
+    if most:
+        last = 0
+        for j in range(k + 1):  # after the last one, zeros up to the most
+            high = (int(kept[j]) >> low) if j < k else most
+            held += high - last
+            last = high
+            while held >= 8:
+                out[at] = packed & 255
+                packed >>= 8
+                held -= 8
+                at += 1
+            if j < k:
+                packed |= 1 << held
+                held += 1
+        if held == 8:
+            out[at] = packed & 255
+            held = 0
+            at += 1
+    if held:
+        out[at] = packed & 255
+        at += 1
+    return at
 
 
 @fuse
-def _write_record(whole: Array, n: int, kept: Array, k: int, kind: int, out: Array, at: int, said: Array) -> None:
+def _write_record(
+    whole: Array, n: int, kept: Array, k: int, low: int, kind: int, out: Array, at: int, said: Array
+) -> None:
     """Write one record at `out[at:]`, and to `said` what a reader will take each value for."""
     bits, said_bits = whole.view(np.int32), said.view(np.uint32)
     scale = _ONE
@@ -235,19 +270,7 @@ def _write_record(whole: Array, n: int, kept: Array, k: int, kind: int, out: Arr
             out[at] = word & 255
             word >>= 8
             at += 1
-    width = _width(n)
-    packed, held = 0, 0
-    for j in range(k):
-        packed |= int(kept[j]) << held
-        held += width
-        while held >= 8:
-            out[at] = packed & 255
-            packed >>= 8
-            held -= 8
-            at += 1
-    if held:
-        out[at] = packed & 255
-        at += 1
+    at = _write_positions(n, kept, k, low, out, at)
     if kind == 4:
         for j in range(k):
             negative, is_upper = int(bits[kept[j]] < 0), int(abs(whole[kept[j]]) >= middle)
@@ -326,6 +349,7 @@ def encode_top(
     out: Array,
     block: int,
     counts: Array,
+    lows: Array,
     offsets: Array,
     kind: int,
 ) -> None:
@@ -351,7 +375,7 @@ def encode_top(
             _sum(x, residual, base, n, whole)
         _magnitudes(bits, n, magnitudes)
         _top(magnitudes, n, k, maxima, kept, candidates)
-        _write_record(whole, n, kept, k, kind, out, offsets[b], said)
+        _write_record(whole, n, kept, k, lows[b], kind, out, offsets[b], said)
         _leave(whole, base, n, kept, k, said, residual)
         if residual.size > x.size:
             for j in range(k):
@@ -410,6 +434,7 @@ def encode_above(
     out: Array,
     block: int,
     counts: Array,
+    lows: Array,
     offsets: Array,
     kind: int,
     cut: int,
@@ -433,5 +458,5 @@ def encode_above(
                 for i in range(n):
                     magnitudes[i] = bits[i] != 0
             _positions(magnitudes, n, limit, kept)
-            _write_record(whole, n, kept, k, kind, out, offsets[b], said)
+            _write_record(whole, n, kept, k, lows[b], kind, out, offsets[b], said)
         _leave(whole, base, n, kept, k, said, residual)

@@ -21,7 +21,7 @@ from paceline.codecs.as_is import AsIs
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.server.outside.visits import Refused
 
-PROTOCOL = 1  # raised with every change that an older guest would not understand
+PROTOCOL = 2  # raised with every change that an older guest would not understand
 MAX_CALL_BYTES = 1 << 20  # of one message; sizes of some hundred thousand tensors
 TOKEN = "PACELINE_GUEST_TOKEN"  # the environment variable, on both sides
 T = TypeVar("T")

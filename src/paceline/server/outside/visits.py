@@ -20,7 +20,7 @@ import msgspec
 from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server.placement import Tensor
 
-PROTOCOL = 1  # raised with every change that an older outsider would not understand
+PROTOCOL = 2  # raised with every change that an older outsider would not understand
 MAX_VISIT_BYTES = 16 << 20  # of one message from outside
 
 
