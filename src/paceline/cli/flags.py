@@ -37,10 +37,14 @@ class Flag:
 class Option:
     """An option that is in a parser, for those who write it in another way."""
 
-    name: str  # such as "--seed"
+    names: tuple[str, ...]  # such as "-n" and "--members"
     parse: Callable[[str], Any] | None  # None: a switch
     metavar: str
     repeats: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[-1]
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -170,7 +174,26 @@ class Parser(argparse.ArgumentParser):
         self.takes_value |= dict.fromkeys(names, parse is not None)
         if of_recipe:
             repeats = kwargs.get("action") == "append"
-            self.keys[added.dest] = Option(names[-1], parse, str(added.metavar or ""), repeats)
+            self.keys[added.dest] = Option(names, parse, str(added.metavar or ""), repeats)
+
+    def texts(self, options: list[str]) -> dict[str, list[str]]:
+        """What was typed for each key, before it was read.
+
+        >>> parser = Parser()
+        >>> parser.option("-n", "--members", parse=size)
+        >>> parser.texts(["-n2:4"]), parser.texts(["--members", "2"])
+        ({'members': ['2:4']}, {'members': ['2']})
+        """
+        keys = {name: key for key, option in self.keys.items() for name in option.names}
+        found: dict[str, list[str]] = {}
+        words = iter(options)
+        for word in words:
+            name, given, text = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+            if self.takes_value[name] and not given:
+                text = next(words)
+            if name in keys:
+                found.setdefault(keys[name], []).append(text)
+        return found
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")

@@ -55,7 +55,7 @@ def resolve(make: Callable[[list[str]], Parser], argv: list[str]) -> tuple[Names
     elif given.set:
         raise ConfigError(f"--set {given.set[0]} changes a recipe: name one (recipe.toml), or --again RUN")
     else:
-        return given, rest, table_of(parser, given, rest)
+        return given, rest, table_of(parser, options, rest)
     words = {key: value for key, value in written.table.items() if isinstance(value, str)}
     parser = make([*(f"--{key.replace('_', '-')}={value}" for key, value in words.items()), *argv])
     behind, args = parser.split(more)
@@ -71,11 +71,11 @@ def resolve(make: Callable[[list[str]], Parser], argv: list[str]) -> tuple[Names
         table["args"] = args
     typed = {key for key in parser.keys if getattr(given, key) not in (None, False)}
     of_recipe = arguments(parser, {key: value for key, value in table.items() if key not in (*typed, *_WHAT)})
-    given, rest = parser.parse_args([*of_recipe, *options]), started(table)
-    final = table_of(parser, given, rest)
+    options, rest = [*of_recipe, *options], started(table)
+    final = table_of(parser, options, rest)
     if isinstance(table.get("args"), dict) and table["args"]:
         final["args"] = table["args"]  # whose names --set can change
-    return given, rest, final
+    return parser.parse_args(options), rest, final
 
 
 def is_recipe(word: str) -> bool:
@@ -130,8 +130,9 @@ def started(table: Mapping[str, Any]) -> list[str]:
     return [*what, *_words(table.get("args", []))] if what else []
 
 
-def table_of(parser: Parser, given: Namespace, rest: list[str]) -> Table:
-    """What was typed, as a recipe."""
+def table_of(parser: Parser, options: list[str], rest: list[str]) -> Table:
+    """What was typed, as a recipe: what is no number or text of its own stands as it was typed."""
+    given, texts = parser.parse_args(options), parser.texts(options)
     table: Table = {}
     if rest:
         at = 1 if rest[0] == "-m" else 0
@@ -139,10 +140,12 @@ def table_of(parser: Parser, given: Namespace, rest: list[str]) -> Table:
         table = dict(zip(["module" if at else "script"], what))
         if args := rest[at + 1 :]:
             table["args"] = args
-    for key in parser.keys:
+    for key, option in parser.keys.items():
         value = getattr(given, key)
-        if value is not None and value is not False:
-            table[key] = (str(value) if value.elastic else value.most) if isinstance(value, Size) else value
+        if isinstance(value, Size):
+            table[key] = str(value) if value.elastic else value.most
+        elif value is not None and value is not False:
+            table[key] = value if toml.plain(value) else texts[key] if option.repeats else texts[key][-1]
     return table
 
 
