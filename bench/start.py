@@ -42,20 +42,26 @@ class Start(NamedTuple):
 def main() -> None:
     options = arguments(__doc__)
     report = Report("bench.start")
-    for figure in measure(repeats=3 if options.quick else 15):
+    figures, aborted = measure(repeats=3 if options.quick else 15)
+    for figure in figures:
         report.add(figure)
+    if aborted:
+        report.note(f"torchrun's members aborted at their end {aborted} times, after the training: started again")
     report.finish(options.json)
 
 
-def measure(repeats: int) -> list[Figure]:
+def measure(repeats: int) -> tuple[list[Figure], int]:
+    """The figures, and how often torchrun was started again."""
+    aborted = 0
     times: dict[str, list[Start]] = {side: [] for side in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(-1, repeats):
             for side in list(COMMANDS) if repeat % 2 == 0 else reversed(list(COMMANDS)):
-                taken = start(side, folder)
+                while (taken := start(side, folder)) is None:
+                    aborted += 1
                 if repeat >= 0:
                     times[side].append(taken)
-    return [
+    figures = [
         compare(
             f"{name}_over_torchrun",
             [getattr(taken, field) for taken in times["ours"]],
@@ -65,10 +71,11 @@ def measure(repeats: int) -> list[Figure]:
         )
         for name, field in (("time", "step"), ("script", "script"), ("whole", "whole"))
     ]
+    return figures, aborted
 
 
-def start(side: str, folder: str) -> Start:
-    """Run the script once."""
+def start(side: str, folder: str) -> Start | None:
+    """Run the script once; None where gloo's threads have aborted torchrun's members after their last step."""
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     command = [sys.executable, "-m", *COMMANDS[side], str(SCRIPT)]
@@ -83,6 +90,8 @@ def start(side: str, folder: str) -> Start:
     )
     end = time.monotonic()
     told = [tuple(map(float, match.groups())) for match in _TOLD.finditer(done.stdout)]
+    if side == "torchrun" and len(told) == 2 and "terminate called without an active exception" in done.stderr:
+        return None
     if done.returncode or len(told) != 2:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     script, step = (max(moments) - begin for moments in zip(*told))

@@ -230,7 +230,9 @@ def test_a_recipe_may_decide_which_options_there_are():
     write('script = "train.py"\nmembers = 1\ncodec = "sign"\nbits = 3')
     given, _, table = recipes.resolve(make, ["big.toml"])
     assert given.bits == table["bits"] == 3
-    assert recipes.resolve(make, ["big.toml", "--bits", "4"])[0].bits == 4
+    assert recipes.resolve(make, ["big.toml", "--bits", "4", "--", "x"])[0].bits == 4
+    write('script = "train.py"\nmembers = 1\ncodec = "topk(0.1)"')
+    assert recipes.resolve(make, ["big.toml", "--set", "codec=sign", "--set", "bits=4"])[0].bits == 4
 
 
 def test_what_was_typed_is_kept_and_not_what_it_was_read_as():

@@ -56,8 +56,7 @@ def resolve(make: Callable[[list[str]], Parser], argv: list[str]) -> tuple[Names
         raise ConfigError(f"--set {given.set[0]} changes a recipe: name one (recipe.toml), or --again RUN")
     else:
         return given, rest, table_of(parser, options, rest)
-    words = {key: value for key, value in written.table.items() if isinstance(value, str)}
-    parser = make([*(f"--{key.replace('_', '-')}={value}" for key, value in words.items()), *argv])
+    parser = make(_guessed(argv, written.table))
     behind, args = parser.split(more)
     if args and more[len(behind)] != "--":
         raise ConfigError(
@@ -76,6 +75,14 @@ def resolve(make: Callable[[list[str]], Parser], argv: list[str]) -> tuple[Names
     if isinstance(table.get("args"), dict) and table["args"]:
         final["args"] = table["args"]  # whose names --set can change
     return parser.parse_args(options), rest, final
+
+
+def _guessed(argv: list[str], table: Table) -> list[str]:
+    """The words of a recipe behind those that were typed, before there is a parser that knows them."""
+    typed = argv[: argv.index("--")] if "--" in argv else argv
+    changes = [change.partition("=") for flag, change in zip(typed, typed[1:]) if flag == "--set"]
+    words = table | {key: value for key, _, value in changes}
+    return [*typed, *(f"--{key.replace('_', '-')}={value}" for key, value in words.items() if isinstance(value, str))]
 
 
 def is_recipe(word: str) -> bool:
