@@ -12,6 +12,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
 
@@ -80,7 +81,7 @@ def resolve(make: Callable[[list[str]], Parser], argv: list[str]) -> tuple[Names
 def _guessed(argv: list[str], table: Table) -> list[str]:
     """The words of a recipe behind those that were typed, before there is a parser that knows them."""
     typed = argv[: argv.index("--")] if "--" in argv else argv
-    changes = [change.partition("=") for flag, change in zip(typed, typed[1:]) if flag == "--set"]
+    changes = [change.partition("=") for flag, change in pairwise(typed) if flag == "--set"]
     words = table | {key: value for key, _, value in changes}
     return [*typed, *(f"--{key.replace('_', '-')}={value}" for key, value in words.items() if isinstance(value, str))]
 
