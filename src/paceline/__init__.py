@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline import layers, optim
-    from paceline.core.errors import ConfigError, Interrupted, Lost, PacelineError
+    from paceline.core.errors import ConfigError, Interrupted, Lost, MemberFailed, PacelineError
+    from paceline.launch.calling import launch
     from paceline.parallel.memory import memory_plan
     from paceline.server.outside.outsider import connect
     from paceline.strategies import (
@@ -58,6 +59,8 @@ _WHERE = {
     "ConfigError": "paceline.core.errors",
     "Interrupted": "paceline.core.errors",
     "Lost": "paceline.core.errors",
+    "MemberFailed": "paceline.core.errors",
+    "launch": "",
     "layers": "",
     "optim": "",
 }
@@ -74,6 +77,7 @@ __all__ = [
     "Interrupted",
     "Local",
     "Lost",
+    "MemberFailed",
     "PacelineError",
     "PostLocal",
     "Run",
@@ -82,6 +86,7 @@ __all__ = [
     "Zero",
     "connect",
     "join",
+    "launch",
     "layers",
     "memory_plan",
     "optim",

@@ -25,6 +25,7 @@ FIGURES = {
     "memory": {"memory_over_best_peer_zero1", "memory_over_best_peer_zero3", "memory_over_best_peer"},
     "tensor_train": {"tt_rule_right", "tt_speedup_batch1_rank8", "tt_compression", "tt_points_lost"},
     "pipeline": {"bubble_over_formula_1f1b", "bubble_over_formula_zero_bubble", "step_over_torch_4_8"},
+    "start": {"time_over_torchrun", "script_over_torchrun", "whole_over_torchrun"},
     "scaling": {"mlp_efficiency_1", "mlp_ours_1"},
 }
 

@@ -1,6 +1,7 @@
 """The options of `paceline run`, in one table: each setting's flag, its help, and what its value may be.
 
-The table makes the parser, so a setting has its help text in one place; a test holds it against `Settings`.
+The table makes the parser, so a setting has its help text in one place; a test holds it against `Settings`. What is put
+into the parser is known by name, so that a recipe (`recipes`) has the same keys with the same checks.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ class Flag:
     @property
     def option(self) -> str:
         return "--" + self.field.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that is in a parser, for those who write it in another way."""
+
+    names: tuple[str, ...]  # such as "-n" and "--members"
+    parse: Callable[[str], Any] | None  # None: a switch
+    metavar: str
+    repeats: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[-1]
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -160,14 +175,40 @@ class Parser(argparse.ArgumentParser):
         self._elsewhere = elsewhere  # where an option that is not known here would be
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.takes_value: dict[str, bool] = {"-h": False, "--help": False}
+        self.keys: dict[str, Option] = {}  # what a recipe may hold, by the name that the value has in a Namespace
 
-    def option(self, *names: str, parse: Callable[[str], Any] | None = None, **kwargs: Any) -> None:
-        """Add an option whose value `parse` checks; without `parse`, a switch."""
+    def option(
+        self, *names: str, parse: Callable[[str], Any] | None = None, of_recipe: bool = True, **kwargs: Any
+    ) -> None:
+        """Add an option whose value `parse` checks; without `parse`, a switch. `of_recipe`: it is of the run that is
+        started, and not of this one start."""
         if parse is None:
-            self.add_argument(*names, action="store_true", **kwargs)
+            added = self.add_argument(*names, action="store_true", **kwargs)
         else:
-            self.add_argument(*names, type=_typed(parse), **kwargs)
+            added = self.add_argument(*names, type=_typed(parse), **kwargs)
         self.takes_value |= dict.fromkeys(names, parse is not None)
+        if of_recipe:
+            repeats = kwargs.get("action") == "append"
+            self.keys[added.dest] = Option(names, parse, str(added.metavar or ""), repeats)
+
+    def texts(self, options: list[str]) -> dict[str, list[str]]:
+        """What was typed for each key, before it was read.
+
+        >>> parser = Parser()
+        >>> parser.option("-n", "--members", parse=size)
+        >>> parser.texts(["-n2:4"]), parser.texts(["--members", "2"])
+        ({'members': ['2:4']}, {'members': ['2']})
+        """
+        keys = {name: key for key, option in self.keys.items() for name in option.names}
+        found: dict[str, list[str]] = {}
+        words = iter(options)
+        for word in words:
+            name, given, text = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+            if self.takes_value[name] and not given:
+                text = next(words)
+            if name in keys:
+                found.setdefault(keys[name], []).append(text)
+        return found
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections import deque
 from pathlib import Path
 
-from paceline.cli import ending
+from paceline.cli import ending, recipes
 from paceline.cli.detach import leave_terminal
 from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, variable, whole
@@ -38,6 +38,8 @@ examples:
   paceline run -n 2:4 train.py                  elastic: starts 4, goes on while 2 are left, replaces lost ones
   paceline run -n 4 --strategy async --replacements 2 train.py    with servers: each lost worker, up to twice
   paceline run -n 4:8 --hosts hosts.txt train.py    on the hosts of a list, which may change
+  paceline run big.toml --set args.lr=0.1       a run written down: script, args, members and any option as keys
+  paceline run --again big                      what the run was started with, as a new run
 
 Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of the member that failed first,
 130 after Ctrl-C, 143 after SIGTERM; of an elastic run that finished it is 0, whoever was lost on the way.
@@ -62,7 +64,7 @@ _NOTES = {"listen": "none", "port": "0", "slots": "MAX, or 0 with --hosts", "hos
 
 
 def main(argv: list[str]) -> int:
-    given, engine, spec = _asked(argv)
+    given, engine, spec, recipe = _asked(argv)
     spec = engine.prepare(spec)
     shown = engine.preview(spec)  # also finds out whether the script can be started
     beforehand.check(spec.settings, here=spec.elastic.own_slots > 0 if spec.elastic else spec.away is None)
@@ -70,28 +72,25 @@ def main(argv: list[str]) -> int:
         print(shown)
         return 0
     engine.check(spec)
-    return _run(spec, engine)
+    return _run(spec, engine, recipe)
 
 
-def _asked(argv: list[str]) -> tuple[Namespace, Engine, JobSpec]:
-    """What the command line asks for, and by which engine."""
-    on = _named(argv)
-    parser = _parser(on)
-    options, rest = parser.split(argv)
-    given = parser.parse_args(options)
-    given.on = given.on or on
+def _asked(argv: list[str]) -> tuple[Namespace, Engine, JobSpec, recipes.Table]:
+    """What the command line and its recipe ask for, by which engine, and both as a recipe."""
+    given, rest, recipe = recipes.resolve(lambda words: _parser(_named(words)), argv)
+    given.on = given.on or ("ssh" if given.hosts and not given.start_on else "local")
     if given.members is None:
         raise ConfigError(_no_members(rest))
-    own = {option.field: getattr(given, option.field) for option in engines.options(on)}
+    own = {option.field: getattr(given, option.field) for option in engines.options(given.on)}
     engine = engines.make(given.on, {field: value for field, value in own.items() if value is not None})
-    return given, engine, _spec(given, rest, engine)
+    return given, engine, _spec(given, rest, engine), recipe
 
 
 def _named(argv: list[str]) -> str:
     """The engine that --on names: which other options there are depends on it."""
     hosts = command = False
     for option, value in zip(argv, [*argv[1:], ""]):
-        if option in ("-m", "--") or option.endswith(_SCRIPTS):
+        if option in ("-m", "--") or (option.endswith(_SCRIPTS) and not option.startswith("--")):
             break
         hosts = hosts or option.startswith("--hosts")
         command = command or option.startswith("--start-on")
@@ -104,7 +103,9 @@ def _named(argv: list[str]) -> str:
 def _parser(on: str = "local") -> Parser:
     parser = Parser(
         prog="paceline run",
-        usage="paceline run -n N [options] script.py [arguments of the script]",
+        usage="paceline run -n N [options] script.py [arguments of the script]\n"
+        "       paceline run recipe.toml [--set KEY=VALUE] [options]\n"
+        "       paceline run --again RUN [--set KEY=VALUE] [options]",
         description="Train a script on N members of this host; with -n MIN:MAX, members may come and go.",
         epilog=_EPILOG,
         elsewhere=_elsewhere,
@@ -130,7 +131,18 @@ def _parser(on: str = "local") -> Parser:
         "--env", parse=variable, metavar="NAME[=VALUE]", action="append", help="for the members; may be repeated"
     )
     parser.option("--detach", help="go on in the background; paceline logs, status and stop find it there")
-    parser.option("--dry-run", help="print what would be started, and start nothing")
+    parser.option("--dry-run", of_recipe=False, help="print what would be started, and start nothing")
+    parser.option(
+        "--again", of_recipe=False, parse=str, metavar="RUN", help="what this run was started with, as a new run"
+    )
+    parser.option(
+        "--set",
+        of_recipe=False,
+        parse=str,
+        metavar="KEY=VALUE",
+        action="append",
+        help="change a recipe, as in seed=3 or args.lr=0.1; may be repeated",
+    )
     parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script; comes last, as with python")
     add_settings(parser)
     return parser
@@ -240,7 +252,7 @@ def _replacing(given: Namespace, away: bool) -> Replacing | None:
     return None
 
 
-def _run(spec: JobSpec, engine: Engine) -> int:
+def _run(spec: JobSpec, engine: Engine, recipe: recipes.Table) -> int:
     settle = leave_terminal() if spec.detached else None
     if isinstance(settle, int):
         return settle
@@ -248,6 +260,7 @@ def _run(spec: JobSpec, engine: Engine) -> int:
     signals = _catch_signals()
     on_lost = lambda rank, how: display.say(ending.lost(rank, how))  # noqa: E731
     job = engine.start(spec, Shown(show=display, say=display.say, on_lost=on_lost))
+    _keep(recipe, job.directory if isinstance(job, Submitted) else job.dir, display)
     if isinstance(job, Submitted):
         display.say(job.text)
         return 0
@@ -275,6 +288,13 @@ def _run(spec: JobSpec, engine: Engine) -> int:
     display.close()
     _say_how_it_ended(spec, job, outcome, display)
     return outcome.code
+
+
+def _keep(recipe: recipes.Table, directory: Path, display: Display) -> None:
+    try:
+        recipes.write(directory, recipe)
+    except (OSError, UnicodeEncodeError) as error:  # a full disk, or a file's name that is no text
+        display.say(f"warning: {recipes.FILE} could not be written, so --again will not find it: {error}")
 
 
 def _catch_signals() -> deque[int]:

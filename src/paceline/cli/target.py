@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.cli import loading
 from paceline.core.errors import ConfigError, nearest
 from paceline.parallel.footprint import arguments, said
 
@@ -55,50 +52,10 @@ class Target:
 def find(text: str) -> Target:
     """The function that is named; a file with one that makes models need not name it."""
     where, _, name = text.partition(":")
-    module = _file(Path(where)) if where.endswith(".py") or "/" in where else _module(where)
+    module = loading.file(Path(where)) if where.endswith(".py") or "/" in where else loading.module(where)
     make = _called(module, name, where) if name else _only(module, where)
     script = where if where.endswith(".py") else f"-m {where}"
     return Target(f"{where}:{make.__name__}", script, module, make)
-
-
-def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        near = [str(p) for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
-        more = f": {nearest(str(path), near)}" if near else ""
-        raise ConfigError(f"there is no file {str(path)!r}{more}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module
-    loader = spec.loader
-
-    def load() -> ModuleType:
-        loader.exec_module(module)
-        return module
-
-    return _loaded(str(path), load)
-
-
-def _module(name: str) -> ModuleType:
-    sys.path.insert(0, "")
-    if not name or importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise ConfigError(f"there is no module {name!r}, nor is it a file: write train.py:make_model")
-    return _loaded(name, lambda: importlib.import_module(name))
-
-
-def _loaded(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    try:
-        return load()
-    except SystemExit:
-        raise ConfigError(
-            f'{name} ends while it is imported: put what trains under if __name__ == "__main__"'
-        ) from None
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        at = f"{last.filename}, line {last.lineno}"
-        raise ConfigError(f"{name} cannot be imported: {type(error).__name__}: {error} ({at})") from error
 
 
 def _called(module: ModuleType, name: str, where: str) -> Callable[[], nn.Module]:

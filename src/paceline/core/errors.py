@@ -8,6 +8,7 @@ PacelineError
 ├── Lost               state is gone: heal, then go on
 │   └── CheckpointError  a checkpoint is torn, altered or does not fit
 ├── CheckpointFailed   a checkpoint could not be written; training goes on (checkpoint/files.py)
+├── MemberFailed       a function that was launched has failed as this member (launch/calling.py)
 └── AuthError          the other side does not hold this run's token
 """
 
@@ -45,6 +46,17 @@ class Lost(PacelineError):
 
 class CheckpointError(Lost):
     """A checkpoint is torn, altered, or does not fit the model that asks for it."""
+
+
+class MemberFailed(PacelineError):
+    """A member that `paceline.launch` started has failed: how, or with which traceback."""
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class AuthError(PacelineError):

@@ -18,12 +18,14 @@ class Background:
         self._work = work
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
+        # Not `Thread.join`: interrupted by Ctrl-C, it takes the thread to have ended (Python 3.11 and 3.12).
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-agent", daemon=True)
         self._thread.start()
 
     def poll(self) -> Outcome | None:
         """How it ended; None while it has not."""
-        if self._thread.is_alive():
+        if not self._over.is_set():
             return None
         if self._error is not None:
             raise self._error
@@ -32,9 +34,9 @@ class Background:
     def wait(self, limit_s: float) -> Outcome | None:
         """As `poll`, after waiting up to `limit_s` for the end."""
         deadline = time.monotonic() + limit_s
-        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        while not self._over.is_set() and (left := deadline - time.monotonic()) > 0:
             # In pieces, so that a signal's handler runs soon on the main thread.
-            self._thread.join(min(left, _LOOK_S))
+            self._over.wait(min(left, _LOOK_S))
         return self.poll()
 
     def _run(self) -> None:
@@ -42,3 +44,5 @@ class Background:
             self._outcome = self._work()
         except BaseException as error:
             self._error = error
+        finally:
+            self._over.set()

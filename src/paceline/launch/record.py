@@ -29,6 +29,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     command: list[str]
+    cwd: str = ""  # in which it was given
     size: int
     pid: int  # of the launcher
     host: str
@@ -50,6 +51,7 @@ class Record:
         self.run = Run(
             name=self.dir.name,
             command=list(sys.argv),
+            cwd=os.getcwd(),
             size=size,
             pid=os.getpid(),
             host=this_host(),
