@@ -244,13 +244,13 @@ def test_what_was_typed_is_kept_and_not_what_it_was_read_as():
     def make(words):
         parser = run_command._parser()
         parser.option("--pair", parse=secret, metavar="NAME")
-        parser.option("--env", parse=secret, metavar="NAME", action="append")
+        parser.option("--also", parse=secret, metavar="NAME", action="append")
         return parser
 
-    words = ["-n2", "--pair=a", "--env", "b", "--pair", "c", "--env=d=e", "train.py", "--env", "x"]
+    words = ["-n2", "--pair=a", "--also", "b", "--pair", "c", "--also=d=e", "train.py", "--also", "x"]
     given, _, table = recipes.resolve(make, words)
-    assert given.env == [("b", "hidden"), ("d=e", "hidden")]
-    assert table == {"script": "train.py", "args": ["--env", "x"], "members": 2, "pair": "c", "env": ["b", "d=e"]}
+    assert given.also == [("b", "hidden"), ("d=e", "hidden")]
+    assert table == {"script": "train.py", "args": ["--also", "x"], "members": 2, "pair": "c", "also": ["b", "d=e"]}
     assert recipes.resolve(make, recipes.arguments(make([]), table))[2] == table
 
 
@@ -259,8 +259,15 @@ def test_recipes_on_the_page_are_ones():
     blocks = re.findall(r"^```toml\n(.*?)^```", page.read_text(), flags=re.M | re.S)
     assert blocks
     for text in blocks:
-        given, rest, _ = resolve(write(text))
-        run_command._spec(given, rest)
+        run_command._asked([write(text)])
+
+
+def test_a_recipe_names_an_engine_and_its_options():
+    text = 'script = "train.py"\nmembers = 4\non = "ssh"\nhosts = "a:2,b:2"\ninterface = "eth0"\n'
+    given, engine, _, recipe = run_command._asked([write(text), "--set", "interface=eth1"])
+    assert (given.on, given.hosts) == ("ssh", "a:2,b:2")
+    assert engine.interface == recipe["interface"] == "eth1"
+    assert run_command._asked([write(text.replace('on = "ssh"\n', ""))])[1] == engine.__class__(interface="eth0")
 
 
 # ---- what is wrong is said

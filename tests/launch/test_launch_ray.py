@@ -73,7 +73,7 @@ def test_where_the_cluster_is(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         with pytest.raises(ConfigError, match=f"^--address .*{said}"):
             find(address, {})
-        with pytest.raises(ConfigError, match="^RAY_ADDRESS "):
+        with pytest.raises(ConfigError, match=r"^RAY_ADDRESS "):
             find("", {"RAY_ADDRESS": address})
 
 
