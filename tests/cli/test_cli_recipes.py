@@ -244,13 +244,13 @@ def test_what_was_typed_is_kept_and_not_what_it_was_read_as():
     def make(words):
         parser = run_command._parser()
         parser.option("--pair", parse=secret, metavar="NAME")
-        parser.option("--env", parse=secret, metavar="NAME", action="append")
+        parser.option("--pairs", parse=secret, metavar="NAME", action="append")
         return parser
 
-    words = ["-n2", "--pair=a", "--env", "b", "--pair", "c", "--env=d=e", "train.py", "--env", "x"]
+    words = ["-n2", "--pair=a", "--pairs", "b", "--pair", "c", "--pairs=d=e", "train.py", "--pairs", "x"]
     given, _, table = recipes.resolve(make, words)
-    assert given.env == [("b", "hidden"), ("d=e", "hidden")]
-    assert table == {"script": "train.py", "args": ["--env", "x"], "members": 2, "pair": "c", "env": ["b", "d=e"]}
+    assert given.pairs == [("b", "hidden"), ("d=e", "hidden")]
+    assert table == {"script": "train.py", "args": ["--pairs", "x"], "members": 2, "pair": "c", "pairs": ["b", "d=e"]}
     assert recipes.resolve(make, recipes.arguments(make([]), table))[2] == table
 
 
