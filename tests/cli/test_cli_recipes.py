@@ -223,6 +223,7 @@ def test_a_recipe_may_decide_which_options_there_are():
 
     def make(words):
         parser = run_command._parser()
+        assert "--script=train.py" not in words  # it would end the options
         if "--codec=sign" in words:
             parser.option("--bits", parse=whole(1), metavar="N")
         return parser
