@@ -223,6 +223,7 @@ def test_a_recipe_may_decide_which_options_there_are():
 
     def make(words):
         parser = run_command._parser()
+        assert "--script=train.py" not in words  # it would end the options
         if "--codec=sign" in words:
             parser.option("--bits", parse=whole(1), metavar="N")
         return parser
@@ -244,13 +245,13 @@ def test_what_was_typed_is_kept_and_not_what_it_was_read_as():
     def make(words):
         parser = run_command._parser()
         parser.option("--pair", parse=secret, metavar="NAME")
-        parser.option("--also", parse=secret, metavar="NAME", action="append")
+        parser.option("--pairs", parse=secret, metavar="NAME", action="append")
         return parser
 
-    words = ["-n2", "--pair=a", "--also", "b", "--pair", "c", "--also=d=e", "train.py", "--also", "x"]
+    words = ["-n2", "--pair=a", "--pairs", "b", "--pair", "c", "--pairs=d=e", "train.py", "--pairs", "x"]
     given, _, table = recipes.resolve(make, words)
-    assert given.also == [("b", "hidden"), ("d=e", "hidden")]
-    assert table == {"script": "train.py", "args": ["--also", "x"], "members": 2, "pair": "c", "also": ["b", "d=e"]}
+    assert given.pairs == [("b", "hidden"), ("d=e", "hidden")]
+    assert table == {"script": "train.py", "args": ["--pairs", "x"], "members": 2, "pair": "c", "pairs": ["b", "d=e"]}
     assert recipes.resolve(make, recipes.arguments(make([]), table))[2] == table
 
 

@@ -82,8 +82,9 @@ def _guessed(argv: list[str], table: Table) -> list[str]:
     """The words of a recipe behind those that were typed, before there is a parser that knows them."""
     typed = argv[: argv.index("--")] if "--" in argv else argv
     changes = [change.partition("=") for flag, change in pairwise(typed) if flag == "--set"]
-    words = table | {key: value for key, _, value in changes}
-    return [*typed, *(f"--{key.replace('_', '-')}={value}" for key, value in words.items() if isinstance(value, str))]
+    texts = {key: value for key, value in table.items() if isinstance(value, str) and key not in _WHAT}
+    texts |= {key: value for key, _, value in changes if key not in _WHAT}
+    return [*typed, *(f"--{key.replace('_', '-')}={value}" for key, value in texts.items())]
 
 
 def is_recipe(word: str) -> bool:
