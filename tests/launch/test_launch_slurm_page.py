@@ -47,4 +47,4 @@ def test_each_command_does_what_the_page_says(tmp_path: Path) -> None:
             if line.startswith(("srun", "salloc")):
                 assert done.stdout.count("together") == int(re.findall(r"-n 4|ntasks=2", line)[0][-1]), done.stdout
             if "--name wide" in line:
-                site.until(lambda: "trains" in (site.dir / "runs/wide/logs/rank-0.log").read_text(), "the first steps")
+                site.until(lambda: "trains" in site.log("wide"), "the first steps")
