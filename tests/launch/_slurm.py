@@ -82,8 +82,9 @@ class Site:
     def record(self) -> record.Run | None:
         return record.read(self.run)
 
-    def log(self, rank: int = 0) -> str:
-        path = self.run / "logs" / f"rank-{rank}.log"
+    def log(self, name: str = "it") -> str:
+        """What member 0 has printed."""
+        path = self.dir / "runs" / name / "logs" / "rank-0.log"
         return path.read_text() if path.exists() else ""
 
     def said(self) -> str:

@@ -217,7 +217,7 @@ def test_one_of_several_tasks_starts_no_run(tmp_path: Path) -> None:
     [
         (("--hosts", "a,b"), "the hosts are the nodes of the job"),
         (("--nodes", "two"), "--nodes 'two': give a number of nodes"),
-        (("--strategy", "async"), "has servers, whose runs stay on one host"),
+        (("--strategy", "async"), "needs members that stay, which --on slurm does not start"),
     ],
 )
 def test_what_does_not_go_with_it(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
