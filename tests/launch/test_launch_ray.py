@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 import types
@@ -71,7 +72,7 @@ def test_where_the_cluster_is(monkeypatch: pytest.MonkeyPatch) -> None:
         "127.0.0.1:1": "no Ray cluster answers there",
         "head": "is not ip:port, auto or local",
     }.items():
-        with pytest.raises(ConfigError, match=f"^--address .*{said}"):
+        with pytest.raises(ConfigError, match=f"^--address .*{re.escape(said)}"):
             find(address, {})
         with pytest.raises(ConfigError, match=r"^RAY_ADDRESS "):
             find("", {"RAY_ADDRESS": address})
