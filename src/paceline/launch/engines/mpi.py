@@ -31,7 +31,7 @@ _ASK_S = 60.0
 _CARRIED = ("PACELINE_", "OMP_", "MKL_", "PYTHON", "GLIBC_TUNABLES", "NCCL_", "CUDA_", "LD_LIBRARY_PATH")
 # What each rank says of itself before anything starts.
 _ASKED = """
-import importlib.metadata as m, json, platform, socket
+import importlib.metadata as m, json, os, platform, socket
 def version(name):
     try: return m.version(name)
     except m.PackageNotFoundError: return "none"
@@ -40,7 +40,7 @@ try:
 except ImportError:  # told by its version
     this_host = socket.gethostname
 said = [socket.gethostname(), platform.python_version(), version("torch"), version("paceline"), this_host()]
-print("paceline-rank", json.dumps(said))
+os.write(1, f"paceline-rank {json.dumps(said)}\\n".encode())  # at once: others write to the same place
 """
 
 
