@@ -84,3 +84,33 @@ def test_who_holds_a_run_is_written_down(tmp_path: Path) -> None:
 def test_preparing_a_run_on_this_host_changes_nothing() -> None:
     spec = JobSpec(script="train.py", num_members=3)
     assert engines.make("local", {}).prepare(spec) is spec
+
+
+def test_variables_for_members(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; print(os.environ['WORD'], os.environ['HOME'])")
+    done = run("run", "-n", "1", "--env", "WORD=some thing", "--env", "HOME", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"[0] some thing {Path.home()}" in done.stdout
+
+
+def test_the_options_of_an_engine_are_in_its_help(tmp_path: Path) -> None:
+    plain, own = (run("run", *on, "--help", cwd=tmp_path).stdout for on in ([], ["--on=ssh"]))
+    assert "--sync" in own
+    assert "--sync" not in plain
+    assert "--hosts a:4,b:4|FILE" in plain
+
+
+def test_a_run_goes_on_in_the_background(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time; print('here', flush=True); time.sleep(600)")
+    done = run("run", "-n", "1", "--name", "big", "--detach", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "run big goes on without this terminal" in done.stdout
+    stopped = run("stop", "big", cwd=tmp_path)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert "ended with exit code 143" in stopped.stdout
+    assert "stopped" in (tmp_path / "runs" / "big" / "logs" / "launcher.log").read_text()
+
+
+def test_a_script_that_is_not_there_ends_a_background_run_at_once(tmp_path: Path) -> None:
+    done = run("run", "-n", "1", "--detach", "nothing.py", cwd=tmp_path)
+    assert (done.returncode, "'nothing.py' does not exist" in done.stderr) == (2, True)

@@ -170,6 +170,7 @@ def test_members_on_two_hosts(place: Place) -> None:
     assert sorted(re.findall(r"\[(\d)\] \d 2 yzzyx", place.logs)) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_members_here_and_there(place: Place) -> None:
     done = place.run("-n", "2", "--hosts", "b:1", "--slots", "1")
     assert done.returncode == 0, done.stdout + done.stderr

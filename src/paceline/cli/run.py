@@ -13,13 +13,13 @@ from collections import deque
 from pathlib import Path
 
 from paceline.cli import ending
-from paceline.cli.detach import leave_terminal
 from paceline.cli.display import Display, Screen, can_draw
 from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, settings_of, size, variable, whole
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
 from paceline.core.settings import Settings
 from paceline.launch import beforehand, cores, engines, servers
+from paceline.launch.detach import Left, leave_terminal
 from paceline.launch.elastic import DRAIN_S
 from paceline.launch.engines import Engine, Seating, Shown, Submitted
 from paceline.launch.spec import Away, Elastic, Job, JobSpec, Replacing
@@ -242,8 +242,11 @@ def _replacing(given: Namespace, away: bool) -> Replacing | None:
 
 def _run(spec: JobSpec, engine: Engine) -> int:
     settle = leave_terminal() if spec.detached else None
-    if isinstance(settle, int):
-        return settle
+    if isinstance(settle, Left):
+        if name := settle.name:
+            ways = ", ".join(f"paceline {what}" for what in (f"status {name}", f"logs {name} --follow", f"stop {name}"))
+            print(f"paceline: run {name} goes on without this terminal: {ways}")
+        return settle.code
     display = Screen(spec.size) if spec.terminal else Display(spec.size)
     signals = _catch_signals()
     on_lost = lambda rank, how: display.say(ending.lost(rank, how))  # noqa: E731

@@ -11,7 +11,6 @@ import itertools
 import json
 import queue
 import secrets
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -268,18 +267,12 @@ def pairs(hosts: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def interface_address(name: str) -> str:
     """The address of an interface of this host."""
-    import fcntl
-    import struct
-
-    known = [own for _, own in socket.if_nameindex()]
+    known = probe.interfaces()
     if name not in known:
         raise ConfigError(f"--interface {name!r}: this host has {', '.join(known)}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            packed = fcntl.ioctl(asked, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-        except OSError:
-            raise ConfigError(f"--interface {name!r} has no IPv4 address: name another, or give --listen") from None
-    return socket.inet_ntoa(packed[20:24])
+    if not known[name]:
+        raise ConfigError(f"--interface {name!r} has no IPv4 address: name another, or give --listen")
+    return known[name]
 
 
 def towards(targets: Iterable[str], own: Callable[[str], str]) -> str:

@@ -65,18 +65,26 @@ def route(ask: dict[str, Any]) -> dict[str, Any]:
     return {"address": address, "interface": interface(address)}
 
 
-def interface(address: str) -> str:
-    """The name of the interface that has an address; "": not known."""
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each interface; "": it has none."""
     import fcntl
     import struct
 
+    found = {}
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                found[name] = socket.inet_ntoa(packed[20:24])
             except OSError:
-                continue
-        if socket.inet_ntoa(packed[20:24]) == address:
+                found[name] = ""
+    return found
+
+
+def interface(address: str) -> str:
+    """The name of the interface that has an address; "": not known."""
+    for name, its in interfaces().items():
+        if its == address:
             return name
     try:
         with open("/proc/net/if_inet6") as file:

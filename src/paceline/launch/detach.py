@@ -1,4 +1,4 @@
-"""`paceline run --detach`: the launcher goes on in the background, and the command returns once it has started."""
+"""A launcher that goes on in the background (`--detach`): whoever started it returns once the run has begun."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 LOG = "launcher.log"
 
 
-def leave_terminal() -> Callable[[Path], None] | int:
+class Left(NamedTuple):
+    """What the process that stays behind learns."""
+
+    code: int  # the other one's, where it has ended before it settled
+    name: str  # of the run; "": it has not begun
+
+
+def leave_terminal() -> Callable[[Path], None] | Left:
     """In the process that goes on: what to call once the run has a directory, with it. In the other one, after that:
-    the exit code. Called before there are threads."""
+    how it went. Called before there are threads."""
     read, write = os.pipe()
     if child := os.fork():
         os.close(write)
@@ -23,7 +31,7 @@ def leave_terminal() -> Callable[[Path], None] | int:
     return lambda directory: _settle(directory, write)
 
 
-def _await(child: int, read: int) -> int:
+def _await(child: int, read: int) -> Left:
     with open(read) as told:
         while True:
             try:
@@ -33,10 +41,9 @@ def _await(child: int, read: int) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGINT)
     if not name:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(f"paceline: run {name} goes on without this terminal: paceline status {name}, paceline logs {name} --follow,")
-    print(f"paceline: paceline stop {name}")
-    return 0
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return Left(code if code >= 0 else 128 - code, "")
+    return Left(0, name)
 
 
 def _settle(directory: Path, write: int) -> None:
