@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.launch import record
-from paceline.launch.engines import mpi
+from paceline.launch import engines, record
+from paceline.launch.engines import mpi, mpi_job
 from paceline.launch.spec import Elastic, JobSpec
+from paceline.testing.hosts import Hosts
 from paceline.testing.processes import Process
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +80,37 @@ def test_an_mpirun_that_is_not_there_or_somebody_elses(tmp_path):
     other.chmod(0o755)
     with pytest.raises(ConfigError, match=r"is not Open MPI's .it says 'HYDRA build details:'"):
         mpi.Engine(mpirun=str(other)).check(spec(tmp_path))
+
+
+def test_lines_are_told_apart_by_rank(tmp_path):
+    """As mpirun writes them: a tag before each part that a rank has written, others' in between."""
+    lines: list[tuple[int, str, str]] = []
+    said: list[str] = []
+    show = types.SimpleNamespace(line=lambda *line: lines.append(line), raw=None)
+    output = mpi_job._Output(tmp_path / "logs", 2, engines.Shown(show=show, say=said.append))
+    for text in (
+        "[1,0]<stdout>:whole",
+        "[1,0]<stdout>:acc: [1,1]<stdout>:other",
+        "[1,0]<stdout>:98%[1,0]<stdout>:",
+        "[1,1]<stderr>: two  blanks",
+        "[prterun-n1-7@1,1]<stdout>: of five",
+        "mpirun noticed that process rank 1 with PID 0 on node n1 exited on signal 9 (Killed).",
+        "-----",
+        "[1,0]<stdout>:the end",
+    ):
+        output.line(0, "out", text)
+    output.close()
+    assert lines == [
+        (0, "out", "whole"),
+        (1, "out", "other"),
+        (0, "out", "acc: 98%"),
+        (1, "err", " two  blanks"),
+        (1, "out", "of five"),
+        (0, "out", "the end"),
+    ]
+    assert output.failed == (1, 9)
+    assert len(said) == 1
+    assert (tmp_path / "logs/rank-0.log").read_text() == "whole\nacc: 98%\nthe end\n"
 
 
 def environment() -> dict[str, str]:
@@ -169,3 +202,27 @@ def test_no_rank_outlives_the_others(fault, tmp_path):
     elif fault == "stopped":
         assert run.returncode == 128 + signal.SIGTERM
         assert "stopped by SIGTERM; to go on: paceline run" in said
+
+
+@needs_mpirun
+@pytest.mark.slow
+@pytest.mark.skipif(bool(Hosts.missing()), reason=Hosts.missing() or "hosts can be made")
+def test_two_hosts_train(tmp_path):
+    """Two network namespaces; what leads to the other one, where mpirun would call ssh, is a script."""
+    script = "import paceline, torch\nrun = paceline.join()\nsum = run.all_reduce(torch.tensor([run.rank + 1.0]))\n"
+    script += "from paceline.environment import this_host\nprint('sum', sum.item(), this_host(), flush=True)\n"
+    (tmp_path / "train.py").write_text(script)
+    with Hosts(2) as hosts:
+        agent = tmp_path / "agent"
+        agent.write_text(f"""#!/bin/sh\nshift\nexec ip netns exec {hosts.name(1)} sh -c "$*"\n""")
+        agent.chmod(0o755)
+        reach = f"{MPIRUN} --mca plm_rsh_agent {agent} --host {hosts.ips[0]}:1,{hosts.ips[1]}:1"
+        words = ["run", "--on", "mpi", "--mpirun", reach, "--interface", "eth0", "-n", "2", "--name", "two", "train.py"]
+        command = [sys.executable, "-m", "paceline", *words]
+        pipe = subprocess.PIPE
+        run = hosts.popen(0, command, environment(), cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+        said, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    told = [line.split() for line in said.splitlines() if " sum " in line]
+    assert sorted(words[:3] for words in told) == [["[0]", "sum", "3.0"], ["[1]", "sum", "3.0"]], said
+    assert told[0][3] != told[1][3], said

@@ -123,7 +123,7 @@ class Rendezvous:
         channel.name = f"member {me.rank}"
         if hello.size != self._size:
             raise ConfigError(
-                f"member {me.rank} believes in {hello.size} members, the rendezvous expects {self._size}: "
+                f"member {me.rank} believes in {hello.size} members, the launcher started {self._size}: "
                 f"do not set PACELINE_SIZE by hand"
             )
         if not 0 <= me.rank < self._size:

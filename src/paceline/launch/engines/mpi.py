@@ -12,14 +12,14 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError
-from paceline.launch import plan, preview, script
+from paceline.environment import this_host
+from paceline.launch import plan, preflight, preview, script
 from paceline.launch.engines import Option, Shown
 from paceline.launch.engines.mpi_job import MpiJob
 from paceline.launch.spec import JobSpec
@@ -31,12 +31,16 @@ _ASK_S = 60.0
 _CARRIED = ("PACELINE_", "OMP_", "MKL_", "PYTHON", "GLIBC_TUNABLES", "NCCL_", "CUDA_", "LD_LIBRARY_PATH")
 # What each rank says of itself before anything starts.
 _ASKED = """
-import importlib.metadata as m, json, platform, socket
+import importlib.metadata as m, json, os, platform, socket
 def version(name):
     try: return m.version(name)
     except m.PackageNotFoundError: return "none"
-said = [socket.gethostname(), platform.python_version(), version("torch"), version("paceline")]
-print("paceline-rank", json.dumps(said))
+try:
+    from paceline.environment import this_host
+except ImportError:  # told by its version
+    this_host = socket.gethostname
+said = [socket.gethostname(), platform.python_version(), version("torch"), version("paceline"), this_host()]
+os.write(1, f"paceline-rank {json.dumps(said)}\\n".encode())  # at once: others write to the same place
 """
 
 
@@ -78,10 +82,14 @@ class Engine:
             metavar="COMMAND",
             help='mpirun with options of its own, as in "mpirun --hostfile hosts" (default: mpirun)',
         ),
+        Option(
+            field="interface", metavar="NAME", help="of this host, by which the others reach it (default: by route)"
+        ),
     )
     spreads: ClassVar[bool] = False
 
     mpirun: str = "mpirun"
+    interface: str = ""
 
     def prepare(self, spec: JobSpec) -> JobSpec:
         if spec.elastic or spec.replacing:
@@ -106,7 +114,7 @@ class Engine:
         ranks = _ask(self.mpirun, spec.size, spec.python)
         mine = ranks[0]
         for other in ranks:
-            for what, here, there in zip(("Python", "torch", "paceline"), mine[1:], other[1:]):
+            for what, here, there in zip(("Python", "torch", "paceline"), mine[1:4], other[1:4]):
                 if here != there:
                     raise ConfigError(
                         f"host {other[0]} has {what} {there}, host {mine[0]} has {here}: install the same version "
@@ -114,8 +122,10 @@ class Engine:
                     )
 
     def start(self, spec: JobSpec, shown: Shown) -> MpiJob:
-        hosts = {rank[0] for rank in _ask(self.mpirun, spec.size, spec.python)} - {socket.gethostname()}
-        address = own_address(min(hosts)) if hosts else "127.0.0.1"
+        others = [rank[0] for rank in _ask(self.mpirun, spec.size, spec.python) if rank[4] != this_host()]
+        address = "127.0.0.1"
+        if others:
+            address = preflight.interface_address(self.interface) if self.interface else own_address(others[0])
         words = command(spec, self.mpirun, major=_major(self.mpirun))
         return MpiJob(spec, tuple(words), lambda where, token: environment(spec, where, token), address, shown)
 

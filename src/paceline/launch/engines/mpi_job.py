@@ -23,7 +23,7 @@ from paceline.membership.agent import Agent, Outcome
 from paceline.membership.process import TAIL, Start
 from paceline.membership.rendezvous import Rendezvous
 
-_TAG = re.compile(r"\[(\S+@)?\d+,(\d+)\]<(?:stdout|stderr)>:")
+_TAG = re.compile(r"\[([^\[\]\s]+@)?\d+,(\d+)\]<(stdout|stderr)>:")
 _SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 _CODE = re.compile(r"Process name: \[.*?,(\d+)\]")
 
@@ -110,26 +110,37 @@ class _Output:
         logs.mkdir(exist_ok=True)
         self._files: list[BinaryIO] = [(logs / f"rank-{rank}.log").open("ab", buffering=0) for rank in range(size)]
         self._shown = shown
+        self._parts: dict[tuple[int, str], str] = {}  # lines that are not whole yet
         self.tails: list[deque[str]] = [deque(maxlen=TAIL) for _ in range(size)]
         self.failed = (0, 0)  # the rank that mpirun names, and the signal that killed it
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        match = _TAG.match(text)
-        if match is None:
-            self._own(text)
-            return
-        rank, rest = int(match[2]), text[match.end() :].replace(match[0], "")  # once more for each part of a line
-        if match[1]:  # as Open MPI 5 writes it
-            rest = rest.removeprefix(" ")
+        """A line of mpirun's: a tag stands before each part of a rank's line, and parts of others may be between."""
+        tags = list(_TAG.finditer(text))
+        if own := text[: tags[0].start()] if tags else text:
+            self._own(own)
+        for tag, behind in zip(tags, [*tags[1:], None]):
+            part = text[tag.end() : behind.start() if behind else None]
+            if tag[1]:  # as Open MPI 5 writes it
+                part = part.removeprefix(" ")
+            source = (int(tag[2]), "err" if tag[3] == "stderr" else "out")
+            self._parts[source] = self._parts.get(source, "") + part
+            if behind is None:  # and so ended by the end of the line
+                self._whole(*source)
+
+    def _whole(self, rank: int, stream: str) -> None:
+        text = self._parts.pop((rank, stream))
         with suppress(OSError):  # a full disk must not stop the training
-            self._files[rank].write(rest.encode() + b"\n")
-        self.tails[rank].append(rest)
-        self._shown.show.line(rank, "err" if match[0].endswith("<stderr>:") else "out", rest)
+            self._files[rank].write(text.encode() + b"\n")
+        self.tails[rank].append(text)
+        self._shown.show.line(rank, stream, text)
 
     def raw(self, data: bytes) -> None:
         raise AssertionError("no rank was given a terminal")
 
     def close(self) -> None:
+        for source in list(self._parts):
+            self._whole(*source)
         for file in self._files:
             file.close()
 
