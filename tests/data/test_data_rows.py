@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def parts(*sizes: int) -> list[rows.Part]:
     edges = np.cumsum([0, *sizes])
-    return [({"x": np.arange(a, b), "y": np.arange(a, b) * 2.0}, int(b - a)) for a, b in zip(edges, edges[1:])]
+    return [({"x": np.arange(a, b), "y": np.arange(a, b) * 2.0}, int(b - a)) for a, b in pairwise(edges)]
 
 
 def like(name: str, **methods: Any) -> Any:

@@ -84,7 +84,9 @@ def test_a_cluster_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: Any) -> None:
         raise RuntimeError(text)
 
-    fake = types.SimpleNamespace(init=init, shutdown=lambda: None)
+    fake = types.SimpleNamespace(
+        init=init, shutdown=lambda: None, exceptions=types.SimpleNamespace(RayError=RuntimeError)
+    )
     private = types.SimpleNamespace(worker=types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setitem(sys.modules, "ray._private", private)
@@ -144,8 +146,8 @@ def test_the_newest_step_of_a_member(tmp_path: Path) -> None:
     assert gauges.newest(tmp_path / "none") is None
     path = tmp_path / "rank-0.jsonl"
     path.write_text(
-        '{"kind": "step", "step": 1, "samples": 8, "scalars": {"loss": 0.5}}\n'
-        '{"kind": "step", "step": 2, "samples": 9, "scalars": {"loss": 0.25}}\n'
+        '{"kind": "step", "step": 1, "samples": 8.0, "scalars": {"loss": 0.5}}\n'
+        '{"kind": "step", "step": 2, "samples": 9.0, "scalars": {"loss": 0.25}}\n'
         '{"kind": "checkpoint", "step": 2}\n{"kind": "st'
     )
     found = gauges.newest(path)

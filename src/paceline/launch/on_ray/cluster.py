@@ -120,7 +120,7 @@ def enter(address: str, cpus: float, working_dir: str = "") -> Cluster:
     with _own_signals():
         try:
             context = ray.init(**options)
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
             ray.shutdown()
             raise ConfigError(_why(where, error)) from None
     found = context.address_info
@@ -189,8 +189,12 @@ def _why(where: str, error: Exception) -> str:
             f"the Ray cluster at {where} is of another version than this process: {text}; install the same Ray and "
             "Python here as there"
         )
-    what = "a Ray cluster of our own cannot be started here" if where == LOCAL else f"the Ray cluster at {where}"
-    return f"{what}: {first_line(error)}"
+    if where == LOCAL:
+        return f"a Ray cluster of our own cannot be started here: {first_line(error)}"
+    return (
+        f"the Ray cluster at {where} does not take us in: {first_line(error)}; does it ask for a token "
+        "(RAY_AUTH_MODE=token), or is it no Ray?"
+    )
 
 
 def _current() -> str:

@@ -22,7 +22,7 @@ class Step(msgspec.Struct):
 
     kind: str = ""
     step: int = 0
-    samples: int = 0
+    samples: float = 0.0
     scalars: dict[str, Any] | None = None
 
 
