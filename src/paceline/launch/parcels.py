@@ -2,7 +2,7 @@
 
 Files in a folder that the parent has made for this one call, and that only their owner can enter or read. What is in
 them is pickled: whoever could put something else there is the same user on the same host, who can do to these processes
-whatever a pickle could (docs/decisions/0035). Nothing that has come from a socket, a checkpoint or another host is ever
+whatever a pickle could (docs/decisions/0032). Nothing that has come from a socket, a checkpoint or another host is ever
 read here.
 """
 
