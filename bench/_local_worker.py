@@ -135,6 +135,10 @@ def make(name: str, task: str, side: dict[str, Any], compute: dict[str, Any]) ->
     _loops[name] = model, Agreement(model, TASKS[task].optimizer(model, 1e-4), side, 1), told
 
 
+def drop(name: str) -> None:
+    _loops.pop(name)[1].close()
+
+
 def block(name: str, steps: int, hurry: bool = False) -> dict[str, float]:
     """Run steps: their seconds, processor time and the bytes that left this host. `hurry`: without the sleep."""
     model, agreement, compute = _loops[name]
@@ -193,6 +197,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "describe": network.describe,
     "connect": network.connect,
     "make": make,
+    "drop": drop,
     "block": block,
     "begin": begin,
     "train": train,

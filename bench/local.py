@@ -177,25 +177,27 @@ def _timed(
 
 
 def _measure(task: str, compute: network.Compute, rate: str, names: list[str], repeats: int, torchft: str) -> Times:
-    """Rounds of all sides in turns. What comes before the first step is done at full speed; then one round each without
-    compute, in which our rings measure the link."""
+    """Rounds of all sides in turns; only one has connections at a time, since those that are idle say so now and then.
+    What comes before the first step is done at full speed; then a round without compute, in which our rings measure the
+    link."""
     sides = {name: worker.side(name) for name in names}
     times: Times = {name: [] for name in sides}
     with Hosts(SIZE) as hosts:
         places = [(["ip", "netns", "exec", space], f"h{i}", hosts.ips[i]) for i, space in enumerate(hosts._spaces)]
         with _team(places, "eth0") as team:
             team.call("connect", described=team.call("describe"))
-            for name, side in sides.items():
-                team.call("make", name=name, task=task, side=side, compute=msgspec.to_builtins(compute))
-                if side["kind"] != "ours":
-                    team.call("block", name=name, steps=3 if name == "ddp" else side["every"], hurry=True)
-            _shape(hosts, rate)
-            for name, side in sides.items():
-                if side["kind"] == "ours":
-                    team.call("block", name=name, steps=side["every"], hurry=True)
             for repeat in range(repeats):
                 for name in list(sides) if repeat % 2 == 0 else reversed(list(sides)):
-                    times[name].append(_block(team, name, sides[name]["every"]))
+                    side = sides[name]
+                    _shape(hosts, None)
+                    team.call("make", name=name, task=task, side=side, compute=msgspec.to_builtins(compute))
+                    if side["kind"] != "ours":
+                        team.call("block", name=name, steps=3 if name == "ddp" else side["every"], hurry=True)
+                    _shape(hosts, rate)
+                    if side["kind"] == "ours":
+                        team.call("block", name=name, steps=side["every"], hurry=True)
+                    times[name].append(_block(team, name, side["every"]))
+                    team.call("drop", name=name)
         if torchft:
             from bench import _local_torchft as peer
 
