@@ -16,11 +16,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.membership import tether
 
 _LIMIT_S = 30.0
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin"
@@ -183,7 +185,7 @@ class Slurm:
         env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")} | self.env
         with (self.dir / f"{name}.out").open("ab") as log:
             self._running[name] = subprocess.Popen(
-                [program, *words[1:]],
+                [sys.executable, "-I", "-S", tether.__file__, "bind", str(os.getpid()), program, *words[1:]],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
