@@ -86,8 +86,8 @@ def test_the_job_runs_the_same_command(tmp_path: Path, monkeypatch: pytest.Monke
     )
     line += " --root '/data/my runs' --checkpoint-every-s 0.1 --check-finite --strategy 'diloco(every=100)'"
     line += " -m package.train --fresh -n 9 'two words'"
-    _, _, spec = run_command._asked(shlex.split(line))
-    _, _, again = run_command._asked(words(spec, "slurm"))
+    _, _, spec, _ = run_command._asked(shlex.split(line))
+    _, _, again, _ = run_command._asked(words(spec, "slurm"))
     assert again == spec
     assert SECRET not in words(spec, "slurm")
 
