@@ -20,7 +20,7 @@ from torch import Tensor
 from bench._grace_pieces import HEAD_BYTES, LENGTH_BYTES, Pieces
 from paceline.codecs import DGC, Cast, Codec, Context, Quantize, Sign, Ternary, Threshold, TopK
 from paceline.codecs.kernels import dense
-from paceline.codecs.records import BLOCK, HEADER_BYTES, SCALE_BYTES, VALUES, share
+from paceline.codecs.records import BLOCK, HEADER_BYTES, SCALE_BYTES, VALUES, index_bytes, share
 
 _MAGNITUDE = 0x7FFFFFFF
 _TINY = 64  # elements: blocks that are not longer stand in a matrix of their own
@@ -104,6 +104,7 @@ class Form:
             fixed = pieces.message([codec.nbytes(n) for n in pieces.sizes])
         self.lengths.fill_(0 if self.varies else fixed)
         self._constants: dict[tuple[int, ...], Tensor] = {}
+        self._sizes: Tensor | None = None  # of positions, by the length of a block and its records
         self._said = self._choose()
 
     def step(self, gradients: Tensor, ratio: Tensor, count: Tensor) -> Tensor:
@@ -247,13 +248,23 @@ class Form:
     def _count(self, counts: Tensor) -> None:
         """The lengths of messages whose blocks have so many records."""
         assert isinstance(self.codec, Threshold)
-        widths = self._constant([(n - 1).bit_length() for part in self._blocks.part_lengths for n in part])
-        nbytes = (counts * widths + 7) // 8 + (counts * VALUES[self.codec.values] + 7) // 8 + 2
+        rooms = [n for part in self._blocks.part_lengths for n in part]
+        nbytes = self._index_bytes(rooms, counts) + (counts * VALUES[self.codec.values] + 7) // 8 + 2
         nbytes += SCALE_BYTES.get(self.codec.values, 0) * (counts > 0)
         sums = HEADER_BYTES + (nbytes.double() @ self._blocks.pieces).long()
         self.whole |= (sums > self._constant([HEADER_BYTES + 4 * n for n in self.pieces.sizes])).any()
         messages = (LENGTH_BYTES + (sums + 3) // 4 * 4).sum(1)
         self.lengths.copy_(messages + HEAD_BYTES + self.pieces.plain_bytes)
+
+    def _index_bytes(self, rooms: Sequence[int], counts: Tensor) -> Tensor:
+        """Looked up, since they depend on a block's length and its number of records alone."""
+        kinds = sorted(set(rooms))
+        if self._sizes is None:
+            each = np.arange(BLOCK + 1)
+            rows = [index_bytes(np.full_like(each, n), np.minimum(each, n)) for n in kinds]
+            self._sizes = torch.from_numpy(np.concatenate(rows)).to(self.device)
+        first = self._constant([kinds.index(n) * (BLOCK + 1) for n in rooms])
+        return self._sizes[first + counts]
 
     # ---- what they share
 

@@ -70,9 +70,9 @@ class Records:
         room = np.full(len(counts), block, np.int64)
         if numel % block:
             room[-1] = numel % block
-        self.lows = _low_bits(room, counts)
+        self.lows = low_bits(room, counts)
         self.highs = (room - 1) >> self.lows
-        self.index_bytes = (_index_bits(room, counts, self.lows) + 7) // 8
+        self.index_bytes = index_bytes(room, counts)
         sizes = self.index_bytes + (counts * VALUES[values] + 7) // 8 + self.scale_bytes * (counts > 0)
         ends = np.cumsum(sizes) + start
         self.start, self.offsets = start, ends - sizes
@@ -207,15 +207,24 @@ class Records:
         return (self._value_bytes(block_of, first) + rank * size)[:, None] + torch.arange(size, device=first.device)
 
 
-def _low_bits(room: Array, counts: Array) -> Array:
+def low_bits(room: Array, counts: Array) -> Array:
     """How many bits of each position travel as they are; all of them where high parts would not save anything.
 
-    >>> _low_bits(np.array([4096, 4096, 4096]), np.array([1, 64, 512]))
+    >>> low_bits(np.array([4096, 4096, 4096]), np.array([1, 64, 512]))
     array([12,  6,  3])
     """
     every = np.frexp((room - 1).astype(np.float64))[1].astype(np.int64)
     lows = np.frexp((room // np.maximum(counts, 1)).astype(np.float64))[1].astype(np.int64) - 1
     return np.where(_index_bits(room, counts, lows) < counts * every, lows, every)
+
+
+def index_bytes(room: Array, counts: Array) -> Array:
+    """Of the positions of so many elements of a block, one of `room` elements each.
+
+    >>> index_bytes(np.array([4096, 4096, 4096]), np.array([1, 64, 512]))
+    array([  2,  64, 320])
+    """
+    return (_index_bits(room, counts, low_bits(room, counts)) + 7) // 8
 
 
 def _index_bits(room: Array, counts: Array, lows: Array) -> Array:
