@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ def allocated(model: nn.Module, batch: torch.Tensor, precision: str) -> int:
 
     once()  # what is compiled or kept for good is there
     model.zero_grad()
+    gc.collect()  # else garbage of before may be freed while this is recorded
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as record:
         once()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
