@@ -94,8 +94,8 @@ def verdict(
 ) -> Verdict:
     """What a TTLinear of this rank would take for so many rows, and what the nn.Linear does.
 
-    >>> verdict(4096, 4096, rank=8, batch=1).pays, verdict(64, 64, rank=64, batch=256).pays
-    (True, False)
+    >>> verdict(4096, 4096, rank=8, batch=1).smaller, verdict(64, 64, rank=64, batch=256).pays
+    (256.0, False)
     """
     if batch < 1:
         raise ConfigError(f"batch={batch}: the number of rows that the layer sees at once is needed, at least 1")
