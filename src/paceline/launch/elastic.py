@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 
@@ -30,13 +29,13 @@ from paceline.core.settings import Settings
 from paceline.environment import this_host
 from paceline.environment.paceline import VARIABLES
 from paceline.launch import reach, record
-from paceline.launch.background import Background
 from paceline.launch.finishing import made_good, with_last_words
 from paceline.launch.ground import Keeping
 from paceline.launch.keeper import Keeper
 from paceline.launch.kit import Kit, work_of
 from paceline.launch.plan import told
 from paceline.launch.posts import Posts
+from paceline.launch.recorded import RecordedJob
 from paceline.launch.spec import Elastic, JobSpec
 from paceline.launch.story import Story
 from paceline.membership.agent import Outcome
@@ -52,7 +51,7 @@ _PARAMETERS = "scheduler-parameters.json"
 _IDLE_S = 60.0  # without a member: the scheduler should have started one, or ended the run
 
 
-class ElasticJob:
+class ElasticJob(RecordedJob):
     """An elastic run. Its members on this host end when this process does, however it ends.
 
     Args:
@@ -95,11 +94,7 @@ class ElasticJob:
             on_lost=self._lost,
         )
         self._kit.running = lambda: self._crew.running
-        self._background = Background(self._run)
-
-    @property
-    def dir(self) -> Path:
-        return self._record.dir
+        self._start()
 
     @property
     def pids(self) -> list[int]:
@@ -117,16 +112,6 @@ class ElasticJob:
         """Why the run could not go on; "": it could."""
         return self._crew.over or ""
 
-    def logs(self) -> dict[int, Path]:
-        return {id: self.dir / "logs" / f"rank-{id}.log" for id in range(self._spec.size)}
-
-    def poll(self) -> int | None:
-        outcome = self._background.poll()
-        return outcome.code if outcome else None
-
-    def wait(self, limit_s: float) -> Outcome | None:
-        return self._background.wait(limit_s)
-
     def stop(self, number: int = signal.SIGTERM) -> None:
         if self._line and self._elastic.listen:
             self._line.end_run(drain=number == signal.SIGTERM and not self._crew.stopped_by)
@@ -141,17 +126,9 @@ class ElasticJob:
 
     # ---- in the job's thread
 
-    def _run(self) -> Outcome:
-        code = 1
-        with self._record:
-            try:
-                outcome = self._work()
-                code = outcome.code
-                return outcome
-            finally:
-                reach.remove(self.dir)
-                (self.dir / _PARAMETERS).unlink(missing_ok=True)
-                self._record.finish(code)
+    def _close(self) -> None:
+        reach.remove(self.dir)
+        (self.dir / _PARAMETERS).unlink(missing_ok=True)
 
     def _work(self) -> Outcome:
         keeper = self._keeper()

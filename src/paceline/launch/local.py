@@ -7,15 +7,14 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from paceline.core import lost, trained
 from paceline.core.settings import Settings
 from paceline.launch import record, seats, servers
-from paceline.launch.background import Background
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.finishing import made_good, with_last_words
 from paceline.launch.plan import plan, told
+from paceline.launch.recorded import RecordedJob
 from paceline.launch.replacing import Beginning, Replacements
 from paceline.launch.resuming import Resuming
 from paceline.launch.spec import JobSpec
@@ -51,7 +50,7 @@ class Local:
         return LocalJob(spec, self._show, self._notice_s, self._grace_s, self._on_lost, self._say)
 
 
-class LocalJob:
+class LocalJob(RecordedJob):
     """A run on this host. Its members end when this process does, however it ends.
 
     Where a server process is lost, all members are started again and go on from the last checkpoint (`resuming`); a
@@ -83,11 +82,7 @@ class LocalJob:
         self._size = size
         self._begin()
         self._pids: list[int] = []
-        self._background = Background(self._run)
-
-    @property
-    def dir(self) -> Path:
-        return self._record.dir
+        self._start()
 
     @property
     def pids(self) -> list[int]:
@@ -99,20 +94,10 @@ class LocalJob:
         """Whether the members have come to the rendezvous: a script that never joins is as many plain scripts."""
         return bool(self._rendezvous.arrived())
 
-    def logs(self) -> dict[int, Path]:
-        return {rank: self.dir / "logs" / f"rank-{rank}.log" for rank in range(self._size)}
-
     @property
     def reason(self) -> str:
         """Why the run could not go on; "": it could, or what failed says so itself."""
         return self._again.reason if self._again else ""
-
-    def poll(self) -> int | None:
-        outcome = self._background.poll()
-        return outcome.code if outcome else None
-
-    def wait(self, limit_s: float) -> Outcome | None:
-        return self._background.wait(limit_s)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         self._stopped_by = self._stopped_by or number
@@ -125,25 +110,20 @@ class LocalJob:
     def resize(self) -> None:
         self._agent.resize()
 
-    def _run(self) -> Outcome:
-        code = 1
-        with self._record:
-            try:
-                outcome = self._agent.run()
-                while not self._stopped_by and (line := self._resuming.after(outcome)):
-                    self._say(line)
-                    self._rendezvous.close()
-                    self.settings = self.settings.with_(fresh=False).pin("fresh")  # or there were nothing to resume
-                    self._begin()
-                    if self._stopped_by:  # while the agent was another one
-                        self._agent.stop(self._stopped_by)
-                    outcome = self._agent.run()
-                outcome = self._made_good(with_last_words(outcome, self.dir))
-                code = outcome.code
-                return outcome
-            finally:
-                self._rendezvous.close()
-                self._record.finish(code)
+    def _work(self) -> Outcome:
+        outcome = self._agent.run()
+        while not self._stopped_by and (line := self._resuming.after(outcome)):
+            self._say(line)
+            self._rendezvous.close()
+            self.settings = self.settings.with_(fresh=False).pin("fresh")  # or there were nothing to resume
+            self._begin()
+            if self._stopped_by:  # while the agent was another one
+                self._agent.stop(self._stopped_by)
+            outcome = self._agent.run()
+        return self._made_good(with_last_words(outcome, self.dir))
+
+    def _close(self) -> None:
+        self._rendezvous.close()
 
     def _made_good(self, outcome: Outcome) -> Outcome:
         """With servers: who was killed over the report takes nothing from it, if nobody was ended for that."""

@@ -14,10 +14,10 @@ from typing import BinaryIO
 
 from paceline.core.settings import Settings
 from paceline.launch import record
-from paceline.launch.background import Background
 from paceline.launch.engines import Shown
 from paceline.launch.finishing import with_last_words
 from paceline.launch.plan import told
+from paceline.launch.recorded import RecordedJob
 from paceline.launch.spec import JobSpec
 from paceline.membership.agent import Agent, Outcome
 from paceline.membership.process import TAIL, Start
@@ -28,7 +28,7 @@ _SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on sig
 _CODE = re.compile(r"Process name: \[.*?,(\d+)\]")
 
 
-class MpiJob:
+class MpiJob(RecordedJob):
     """Its members end when this process does, however it ends."""
 
     def __init__(
@@ -48,11 +48,7 @@ class MpiJob:
         env = environment(self._rendezvous.address, self.token)
         start = Start(rank=0, command=command, env=env, cwd=spec.cwd)
         self._agent = Agent([start], self._output, notice_s=0.0)
-        self._background = Background(self._run)
-
-    @property
-    def dir(self) -> Path:
-        return self._record.dir
+        self._start()
 
     @property
     def met(self) -> bool:
@@ -63,33 +59,18 @@ class MpiJob:
         """What failed says so itself."""
         return ""
 
-    def logs(self) -> dict[int, Path]:
-        return {rank: self.dir / "logs" / f"rank-{rank}.log" for rank in range(self._spec.size)}
-
-    def poll(self) -> int | None:
-        outcome = self._background.poll()
-        return outcome.code if outcome else None
-
-    def wait(self, limit_s: float) -> Outcome | None:
-        return self._background.wait(limit_s)
-
     def stop(self, number: int = signal.SIGTERM) -> None:
         self._agent.stop(number)
 
     def resize(self) -> None:
         """Nobody draws: mpirun's ranks have no terminal."""
 
-    def _run(self) -> Outcome:
-        code = 1
-        with self._record:
-            try:
-                outcome = with_last_words(self._told_apart(self._agent.run()), self.dir)
-                code = outcome.code
-                return outcome
-            finally:
-                self._rendezvous.close()
-                self._output.close()
-                self._record.finish(code)
+    def _work(self) -> Outcome:
+        return with_last_words(self._told_apart(self._agent.run()), self.dir)
+
+    def _close(self) -> None:
+        self._rendezvous.close()
+        self._output.close()
 
     def _told_apart(self, outcome: Outcome) -> Outcome:
         """mpirun's end as that of the rank which it says has failed."""
