@@ -14,26 +14,8 @@ from typing import Any
 
 import pytest
 
-LIMIT_S = 150.0
-SOURCES = str(Path(__file__).parents[2] / "src")
-LONG = """
-import time, torch, paceline
-run = paceline.join()
-model = torch.nn.Linear(2, 1)
-optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-data = torch.utils.data.TensorDataset(torch.ones(40000, 2), torch.ones(40000, 1))
-loader = run.loader(data, batch_size=4)
-for epoch in run.epochs(50):
-    for step, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = ((model(x) - y) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        run.log(loss=loss)
-        time.sleep(0.02)
-        if step % 10 == 0:
-            print("size", run.size, "step", step, flush=True)
-"""
+from tests.launch._scripts import LIMIT_S, SOURCES
+
 without_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no ray: pip install 'paceline[ray]'")
 
 

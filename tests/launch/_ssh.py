@@ -13,27 +13,10 @@ from pathlib import Path
 import pytest
 
 from paceline.testing.sshd import Sshd
+from tests.launch._scripts import LIMIT_S, SOURCES
 
-LIMIT_S = 150.0
-SOURCES = str(Path(__file__).parents[2] / "src")
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 HELLO = "import paceline\nrun = paceline.join()\nprint('hello', run.rank, run.size)\n"
-LONG = """
-import time, torch, paceline
-run = paceline.join()
-model = torch.nn.Linear(2, 1)
-optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-data = torch.utils.data.TensorDataset(torch.ones(40000, 2), torch.ones(40000, 1))
-loader = run.loader(data, batch_size=4)
-for epoch in run.epochs(50):
-    for step, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        ((model(x) - y) ** 2).mean().backward()
-        optimizer.step()
-        time.sleep(0.02)
-        if step % 10 == 0:
-            print("step", step, flush=True)
-"""
 
 
 class Place:

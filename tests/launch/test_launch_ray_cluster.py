@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import record
-from tests.launch._ray import LONG, Place, nodes, place, without_ray
+from tests.launch._ray import Place, nodes, place, without_ray
+from tests.launch._scripts import LONG
 
 __all__ = ["nodes", "place"]
 pytestmark = [without_ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -26,7 +27,7 @@ def under_way(place: Place, *options: str) -> Iterator[subprocess.Popen[str]]:
     place.script(LONG)
     launcher = place.begin(*options)
     try:
-        place.until(lambda: "step 10\n" in place.output or launcher.poll() is not None)
+        place.until(lambda: "step 10 size" in place.output or launcher.poll() is not None)
         assert launcher.poll() is None, place.output
         yield launcher
     finally:
@@ -37,7 +38,7 @@ def under_way(place: Place, *options: str) -> Iterator[subprocess.Popen[str]]:
 
 def steps(place: Place, size: int) -> int:
     """How often members have printed that they are so many."""
-    return place.output.count(f"size {size} step")
+    return len(re.findall(rf"step \d+ size {size}\b", place.output))
 
 
 def test_digits_to_its_accuracy_on_two_nodes(place: Place) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch._ray import LIMIT_S, LONG, SOURCES, Place, nodes, place, without_ray
+from tests.launch._ray import Place, nodes, place, without_ray
+from tests.launch._scripts import LIMIT_S, LONG, SOURCES
 
 __all__ = ["nodes", "place"]
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "ray.md"

@@ -17,7 +17,8 @@ from paceline.launch import posts, record, seats
 from paceline.launch.engines import ssh
 from paceline.launch.secure_shell import SecureShell
 from paceline.launch.spec import JobSpec, Room
-from tests.launch._ssh import DIGITS, LIMIT_S, LONG, Place, accuracy, place, servers_of, until
+from tests.launch._scripts import LIMIT_S, LONG
+from tests.launch._ssh import DIGITS, Place, accuracy, place, servers_of, until
 
 __all__ = ["place"]
 
@@ -116,6 +117,7 @@ def test_ssh_is_not_installed(place: Place) -> None:
         ((*HOSTS, "--strategy", "async", "--slots", "1"), "--slots is for elastic runs of all-reduce"),
         ((*HOSTS, "--transport", "gloo", "--standbys", "1"), "--standbys is for runs whose members may come and go"),
         (("-n", "1:2", "--hosts", "a,b", "--transport", "gloo"), "-n MIN:MAX does not go with --transport gloo"),
+        (("-n", "2", "--hosts", "nowhere.invalid:2"), "host nowhere.invalid: no way to it is known here"),
         (("-n", "2", "--hosts", "missing.txt"), "there is no such file"),
         (("-n", "2", "--hosts", "a:1,a:1"), "stands there twice"),
         (("-n", "2", "--hosts", "a:0,b:x"), "is not a host's name"),

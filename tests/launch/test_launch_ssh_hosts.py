@@ -16,7 +16,8 @@ import pytest
 
 from paceline.testing.hosts import Hosts
 from paceline.testing.sshd import Sshd
-from tests.launch._ssh import DIGITS, HELLO, LIMIT_S, SOURCES, Place, accuracy, servers_of, until
+from tests.launch._scripts import LIMIT_S, SOURCES
+from tests.launch._ssh import DIGITS, HELLO, Place, accuracy, servers_of, until
 
 
 class Apart(Place):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch._ssh import LIMIT_S, LONG, SOURCES, Place, servers_of, until
+from tests.launch._scripts import LIMIT_S, LONG, SOURCES
+from tests.launch._ssh import Place, servers_of, until
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "ssh.md"
 

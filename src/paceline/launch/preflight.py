@@ -277,12 +277,17 @@ def interface_address(name: str) -> str:
 
 def towards(targets: Iterable[str], own: Callable[[str], str]) -> str:
     """The launcher's address on the way to the hosts: of the first that is not this one, or else loopback."""
-    addresses = []
+    addresses, unknown = [], []
     for target in targets:
-        with contextlib.suppress(ConfigError):  # a name that only ssh understands, or one that is down
+        try:
             addresses.append(own(target))
+        except ConfigError:  # a name that only ssh understands, or one that is down
+            unknown.append(target)
     if not addresses:
-        raise ConfigError("which address of this host do the others reach? give --listen ADDRESS or --interface NAME")
+        raise ConfigError(
+            f"host {', '.join(unknown)}: no way to it is known here, so neither is the address by which it reaches "
+            "this host. Check the spelling; where only ssh knows the way, give --listen ADDRESS or --interface NAME"
+        )
     return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
 
