@@ -6,6 +6,8 @@ import contextlib
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import AuthError, ConfigError, Interrupted, TimedOut
+from paceline.testing.hosts import Hosts
 from paceline.transport.address import split_address
 from paceline.transport.channel import Channel, Listener, connect
 
@@ -94,8 +97,9 @@ def test_bare_bytes_and_many_parts(both: Pair) -> None:
         there.recv_raw_into(memoryview(got), 5)
         sending.result(5)
         assert got == bytes(range(256)) * 40_000
-        there.send(*[bytes([i % 256]) * 1000 for i in range(3000)])
+        sending = pool.submit(there.send, *[bytes([i % 256]) * 1000 for i in range(3000)])  # buffers may hold less
         assert here.recv(5) == b"".join(bytes([i % 256]) * 1000 for i in range(3000))
+        sending.result(5)
     here.send_raw(memoryview(b""))
     there.recv_raw_into(memoryview(bytearray()), 5)
 
@@ -448,3 +452,85 @@ def test_close_hangs_up_on_channels_that_nobody_accepted() -> None:
     with pytest.raises(Interrupted):
         here.recv(5)
     here.close()
+
+
+# ---- is the other side still there?
+
+
+def asks_after(channel: Channel) -> int:
+    return channel._wire._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+
+
+def test_only_who_waits_has_the_other_side_asked_often(both: Pair) -> None:
+    here, there = both
+    assert asks_after(here) > 10
+    with ThreadPoolExecutor(1) as pool:
+        message = pool.submit(here.recv, 30)
+        deadline = time.monotonic() + 20
+        while asks_after(here) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert asks_after(there) > 10  # where nobody waits
+        there.send(b"come")
+        assert bytes(message.result(20)) == b"come"
+    assert asks_after(here) > 10
+
+
+def test_a_wait_in_two_parts_keeps_its_limit_and_what_has_come(both: Pair) -> None:
+    here, there = both
+    started = time.monotonic()
+    there.send_raw(memoryview((8).to_bytes(8, "little") + b"half"))
+    with pytest.raises(TimedOut, match=r"1\.5 s"):
+        here.recv(1.5)
+    assert time.monotonic() - started >= 1.5
+    there.send_raw(memoryview(b"+two"))
+    assert bytes(here.recv(5)) == b"half+two"
+
+
+IDLE = """
+import os, sys
+from pathlib import Path
+from paceline.core.errors import Interrupted
+from paceline.transport.channel import Listener, connect
+if os.environ["HOSTS_RANK"] == "0":
+    listener = Listener(os.environ["HOSTS_IP"], "t", port=7001)
+    channels = [listener.accept(30) for _ in range(8)]
+else:
+    channels = [connect(os.environ["HOSTS_FIRST_IP"] + ":7001", "t", 30) for _ in range(8)]
+print("there", flush=True)
+for line in sys.stdin:
+    if line == "count\\n":
+        print(Path("/proc/net/dev").read_text().split("eth0:")[1].split()[9], flush=True)
+    else:
+        try:
+            channels[0].recv(60)
+        except Interrupted as error:
+            print(type(error).__name__, error, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(Hosts.missing()), reason=Hosts.missing())
+def test_idle_connections_between_hosts_send_next_to_nothing_and_a_cut_is_learnt() -> None:
+    with Hosts(2, rate="1gbit") as hosts:
+        pipe = subprocess.PIPE
+        programs = [hosts.popen(i, [sys.executable, "-c", IDLE], stdin=pipe, stdout=pipe, text=True) for i in range(2)]
+
+        def ask(word: str) -> str:
+            programs[0].stdin.write(word + "\n")
+            programs[0].stdin.flush()
+            return programs[0].stdout.readline()
+
+        for program in programs:
+            assert program.stdout.readline() == "there\n"
+        time.sleep(1)
+        before = int(ask("count"))
+        time.sleep(6)
+        assert int(ask("count")) - before < 40  # asked every second it was 96
+        hosts.cut(1)
+        started = time.monotonic()
+        assert ask("wait").startswith("Interrupted")
+        assert time.monotonic() - started < 30  # of the 60 that it would have waited
+        for program in programs:
+            program.stdin.close()
+            program.stdout.close()

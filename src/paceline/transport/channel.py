@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 1 << 28
 _HEAD = struct.Struct("<Q")
 _SILENCE_S = 10.0  # after which a listener looks whether its channel is still open
 _UNHEARD_S = 3.0  # without an acknowledgement
-_PROBES = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}  # seconds, seconds, times
+_PROBES = {socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}  # seconds, times; how soon they begin: see Wire
 _ONE_RECORD = 1 << 14  # what TLS puts in one record
 
 

@@ -19,6 +19,9 @@ from paceline.transport.traffic import Traffic, traffic_of
 
 _GATHER = 64  # buffers per gathered write, far below the system's bound
 _TIMEVAL = struct.Struct("@ll")
+# Seconds of silence after which the kernel asks the other side's kernel whether it is still there: one who waits learns
+# of a cut cable soon, and a connection on which nobody waits costs a packet now and then.
+_OFTEN_S, _RARELY_S = 1, 30
 
 
 class Wire:
@@ -39,6 +42,7 @@ class Wire:
         # non-blocking, and waiting is done by poll, outside the lock.
         self._in_tls = threading.Lock()
         self._limits = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
+        self._ask_after(_RARELY_S)
         self._state = threading.Lock()
         self._users = 0
 
@@ -72,11 +76,13 @@ class Wire:
 
     def read(self, view: memoryview, limit_s: float) -> int:
         """Read into `view`, waiting for bytes; how many. 0: none came within the limit."""
-        if self.tls:
-            count = self._non_blocking(lambda: self._sock.recv_into(view) or self._ended(), limit_s)
-        else:
-            flags = self._wait_up_to(limit_s, socket.SO_RCVTIMEO) | socket.MSG_WAITALL
-            count = self._blocking(lambda: self._sock.recv_into(view, 0, flags) or self._ended())
+        if limit_s <= _OFTEN_S:
+            return self._read(view, limit_s)
+        if count := self._read(view, _OFTEN_S):
+            return count
+        self._ask_after(_OFTEN_S)
+        count = self._read(view, limit_s - _OFTEN_S)
+        self._ask_after(_RARELY_S)
         return count
 
     def close(self) -> None:
@@ -92,6 +98,16 @@ class Wire:
             # number could at once mean another file.
             if not self._users:
                 self._sock.close()
+
+    def _read(self, view: memoryview, limit_s: float) -> int:
+        if self.tls:
+            return self._non_blocking(lambda: self._sock.recv_into(view) or self._ended(), limit_s)
+        flags = self._wait_up_to(limit_s, socket.SO_RCVTIMEO) | socket.MSG_WAITALL
+        return self._blocking(lambda: self._sock.recv_into(view, 0, flags) or self._ended())
+
+    def _ask_after(self, silent_s: int) -> None:
+        with contextlib.suppress(OSError):  # it broke or is no TCP connection: the next read says so
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, silent_s)
 
     def _wait_up_to(self, limit_s: float, option: int) -> int:
         """Tell the system how long a call may wait; the flags for the call."""
