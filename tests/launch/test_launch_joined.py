@@ -30,10 +30,11 @@ LOCAL = {"listen": "127.0.0.1"}
 class Agent:
     """`paceline agent` as a process."""
 
-    def __init__(self, run, name, slots=2, env=None, join=None):
+    def __init__(self, run, name, slots=2, env=None, join=None, more=()):
         words = ["--join", join or str(run.job.dir.absolute() / reach.FILE), "--name", name, "--slots", str(slots)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "agent", *words],
+            [sys.executable, "-m", "paceline", "agent", *words, *more],
+            stdin=subprocess.PIPE if join == "-" else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
@@ -105,6 +106,22 @@ def test_an_agent_drains_on_sigterm_and_its_members_start_elsewhere(start, join)
     s.until(lambda: sites(s)["b"] == ("up", 0))
     assert s.finish().code == 0
     assert [agent.end()[0] for agent in (one, two)] == [0, 0]
+
+
+def test_the_end_of_the_input_drains_one_host_where_a_signal_is_for_all(start, join):  # noqa: F811
+    s = start(MEMBER, 2, 1, 2, slots=0, **LOCAL)
+    s.until(lambda: has_run(s))
+    agents = [join(s, name, slots=1, join="-", more=["--together"]) for name in "bc"]
+    for agent in agents:
+        agent.process.stdin.write((s.job.dir / reach.FILE).read_text().strip() + "\n")
+        agent.process.stdin.flush()
+    s.until(lambda: in_view(s, 0, 1))
+    code, output = agents[0].end()  # it closes the input
+    assert (code, output.count("drained")) == (143, 1), output
+    s.until(lambda: sites(s)["c"] == ("up", 1) and look(*s.reach).over is None)
+    assert s.job.poll() is None
+    assert s.finish().code == 0
+    assert agents[1].end()[0] == 0
 
 
 @pytest.mark.slow

@@ -219,10 +219,21 @@ def test_a_worker_that_is_lost_is_started_again(place: Place) -> None:
         os.kill(workers[-1], signal.SIGKILL)
         until(lambda: "started again in" in place.output, lambda: place.output)
         until(lambda: len(members(place.folder)) == 2, lambda: place.output)
+        assert "was killed by signal 9; the others go on; it is started again" in place.output
+        until(lambda: "joined: 2 members train now" in place.output, lambda: place.output)
         done = place.paceline("stop", "it")
         assert done.returncode == 0, done.stdout + done.stderr
         assert process.wait(LIMIT_S) == 143, place.output
     until(lambda: members(place.folder) == [], lambda: str(members(place.folder)))
+
+
+@pytest.mark.slow
+def test_a_member_that_stays_and_is_killed_is_told_with_its_signal(place: Place) -> None:
+    place.script("import os, paceline\nrun = paceline.join()\nif run.rank: os.kill(os.getpid(), 9)\nrun.barrier()\n")
+    done = place.run(*HOSTS, "--transport", "gloo")
+    assert done.returncode == 137, done.stderr
+    assert "rank 1 failed first: exit code -9 (SIGKILL)" in done.stderr
+    assert "killed from outside: out of memory?" in done.stderr
 
 
 @pytest.mark.slow

@@ -299,15 +299,15 @@ class Twice:
         self.times, self.lost_ones, self.running, self.reason = times, [], [], ""
         self.joining = set()
 
-    def lost(self, rank, pid, how, error=""):
+    def lost(self, rank, how, error=""):
         self.lost_ones.append((rank, how))
         if len(self.lost_ones) <= self.times:
             return 0.05
         self.reason = "too few"
         return None
 
-    def started(self, rank, pid):
-        self.running.append(pid)
+    def started(self, rank):
+        self.running.append(rank)
 
     def look(self):
         pass
@@ -339,7 +339,9 @@ def test_a_lost_member_is_started_again(tmp_path, monkeypatch):
     assert lost == again.lost_ones == [(1, "killed by signal 9")]
     assert kept.of(1) == ["again"]
     assert len(pids) == 2
-    assert pids[1][1] == again.running[0] != pids[0][1]
+    assert again.running == [1]
+    assert pids[1][0] == pids[0][0]
+    assert pids[1][1] != pids[0][1]
 
 
 def test_without_enough_of_them_all_are_ended():

@@ -6,6 +6,7 @@ Written by whoever watches the processes, read by the first member for its summa
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def how(code: int) -> str:
     ('killed by signal 9', 'exit code 1')
     """
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def of_shell(code: int) -> int:
+    """What an exit code means that was counted as a shell does: of a signal, the negative of it.
+
+    >>> of_shell(137), of_shell(1), of_shell(255)
+    (-9, 1, 255)
+    """
+    return 128 - code if code - 128 in set(signal.Signals) else code
 
 
 def was(how: str) -> str:

@@ -110,9 +110,9 @@ class JoinedHost:
             self._crew.stop(number)
 
     def drain(self) -> None:
-        """As SIGTERM; nothing where it stops already."""
+        """This host alone, whoever a signal is for; nothing where it stops already."""
         if not self._crew.stopped_by:
-            self.stop()
+            self._crew.stop(signal.SIGTERM)
 
     def run(self) -> int:
         """Until the run is over or this host is; the exit code."""

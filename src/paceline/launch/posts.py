@@ -40,6 +40,7 @@ _PROGRAM_LIMIT_S = 30.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0  # before an agent that ended is started again
 _WELL_S = 60.0  # after which it had started well
 _LEAVE_S = 30.0  # for one that drains
+_LAST_WORDS_S = 2.0  # to be read once an agent has ended
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*")
 _FILES = (".txt", ".hosts", ".list", ".conf", ".cfg", ".sh", ".py")
 _MEMBER = re.compile(r"\[ *(\d+)\] (.*)", re.DOTALL)
@@ -128,6 +129,7 @@ class _Post:
 
     room: Room
     process: subprocess.Popen[bytes] | Remote | None = None
+    reader: threading.Thread | None = None  # of what it prints
     began: float = 0.0
     fails: int = 0  # in a row
     again_at: float = 0.0
@@ -176,6 +178,8 @@ class Posts:
                     post.process.wait(max(0.0, deadline - time.monotonic()))
                 post.process.kill()
                 post.process.wait()
+            if post.reader:  # the run has not ended before its last lines are kept
+                post.reader.join(_LAST_WORDS_S)
 
     def _run(self) -> None:
         looked_at = time.monotonic()
@@ -232,7 +236,7 @@ class Posts:
     def _start(self, name: str, post: _Post) -> None:
         if ground := self._elastic.ground:
             post.process, post.began = ground.start(name, post.room, self._where), time.monotonic()
-            threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True).start()
+            self._read(name, post)
             return
         words, first = self._way(name, post.room)
         pipe = subprocess.PIPE
@@ -253,7 +257,11 @@ class Posts:
         with contextlib.suppress(OSError):  # it has ended already
             post.process.stdin.write(first + self._where)
             post.process.stdin.flush()
-        threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True).start()
+        self._read(name, post)
+
+    def _read(self, name: str, post: _Post) -> None:
+        post.reader = threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True)
+        post.reader.start()
 
     def _way(self, name: str, room: Room) -> tuple[list[str], bytes]:
         """What starts the agent of a host, and what it gets first."""

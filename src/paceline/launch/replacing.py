@@ -50,7 +50,7 @@ class Replacements:
         self._beginning = Beginning(directory, num_workers)
         self._times = dict.fromkeys(range(num_workers), 0)  # each was started again
         self._fails = dict.fromkeys(range(num_workers), 0)  # losses in a row without training
-        self._joining: dict[int, int] = {}  # rank and process of those who were started again
+        self._joining: set[int] = set()  # those who were started again and do not take part yet
         self._gone: set[int] = set()
         self.reason = ""  # why the run cannot go on
 
@@ -61,19 +61,18 @@ class Replacements:
 
     @property
     def joining(self) -> Collection[int]:
-        return list(self._joining)
+        return sorted(self._joining)
 
-    def lost(self, rank: int, pid: int, how: str, error: str = "") -> float | None:
+    def lost(self, rank: int, how: str, error: str = "") -> float | None:
         """A worker is lost (`how`: see `core.lost`): in how many seconds it is started again; None: not any more, as
         when it ended by an `error` that would come again."""
         if error:
             self._gone.add(rank)
             self.reason = f"member {rank} ended with an error that would come again: {error}"
             return None
-        doing = status.read(self._directory / "status" / f"rank-{rank}", rank)
-        trained = doing is not None and doing.pid == pid and rank not in self._joining
+        trained = status.read(self._said(rank), rank) is not None and rank not in self._joining
         self._fails[rank] = 0 if trained else self._fails[rank] + 1
-        self._joining.pop(rank, None)
+        self._joining.discard(rank)
         what, times, most = f"member {rank} {was(how)}", self._times[rank], self._rules.replacements
         if times >= most:
             self._gone.add(rank)
@@ -95,17 +94,22 @@ class Replacements:
         """Whether a worker that was lost is started again."""
         return rank not in self._gone
 
-    def started(self, rank: int, pid: int) -> None:
-        """Its next process runs."""
-        self._joining[rank] = pid
+    def started(self, rank: int) -> None:
+        """Its next process runs. What the last one has said is taken away, as it cannot be told by its process number:
+        the process here may be only the way to a member on another host."""
+        self._joining.add(rank)
+        self._said(rank).unlink(missing_ok=True)
 
     def look(self) -> None:
         """See who of those who were started again takes part."""
         if not self.begun:
             return
-        for rank, pid in list(self._joining.items()):
-            doing = status.read(self._directory / "status" / f"rank-{rank}", rank)
-            if doing is not None and doing.pid == pid and doing.what != status.STARTING and doing.epoch >= 0:
-                del self._joining[rank]
+        for rank in sorted(self._joining):
+            doing = status.read(self._said(rank), rank)
+            if doing is not None and doing.what != status.STARTING and doing.epoch >= 0:
+                self._joining.remove(rank)
                 here = self._num_workers - len(self._gone) - len(self._joining)
                 self._say(f"member {rank} joined: {here} member{'s train' if here > 1 else ' trains'} now")
+
+    def _said(self, rank: int) -> Path:
+        return self._directory / "status" / f"rank-{rank}"

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from paceline.core.labels import labels_of
+from paceline.core.lost import of_shell
 from paceline.environment.paceline import variables
 from paceline.environment.place import Place
 from paceline.launch.spec import JobSpec, Room
@@ -60,7 +61,7 @@ def starts(spec: JobSpec, address: str, token: str) -> list[Start]:
         )
         given = away.way.begin(["-P", "-m", _MODULE]) + msgspec.json.encode(errand) + b"\n"
         command = tuple(away.way.command(host, 1, ()))
-        found.append(Start(rank=rank, command=command, env=dict(os.environ), given=given))
+        found.append(Start(rank=rank, command=command, env=dict(os.environ), given=given, meant=of_shell))
     return found
 
 

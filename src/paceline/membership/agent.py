@@ -155,11 +155,11 @@ class Again(Protocol):
     def joining(self) -> Collection[int]:
         """Ranks that were started again and do not take part yet."""
 
-    def lost(self, rank: int, pid: int, how: str, error: str = "") -> float | None:
+    def lost(self, rank: int, how: str, error: str = "") -> float | None:
         """In how many seconds it is started again; None: not any more. `error`: what it ended by, if that would come
         again."""
 
-    def started(self, rank: int, pid: int) -> None: ...
+    def started(self, rank: int) -> None: ...
     def look(self) -> None: ...
 
 
@@ -274,7 +274,7 @@ class Agent:
         if losable and again and self._failed_at is None:
             losable = again.begun
             error = sure_error(process.tail) if process.code > 0 else ""
-            if losable and (wait_s := again.lost(process.rank, process.pid, words, error)) is not None:
+            if losable and (wait_s := again.lost(process.rank, words, error)) is not None:
                 self._due[process.rank] = time.monotonic() + wait_s
             losable = losable and not again.reason
         if not losable:
@@ -308,7 +308,7 @@ class Agent:
             with self._lock:
                 self._replaced.append(self._processes[rank])
                 self._processes[rank] = process
-            self._again.started(rank, process.pid)
+            self._again.started(rank)
             self._on_started([p.pid for p in self._processes])
 
     def _ask(self) -> None:

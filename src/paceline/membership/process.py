@@ -44,6 +44,7 @@ class Start:
     cwd: str | None = None
     terminal: bool = False  # give it a terminal, whose bytes are shown as they are
     given: bytes = b""  # goes into its standard input, which then stays open
+    meant: Callable[[int], int] = lambda code: code  # by an exit code: a signal is negative
     waits: bool = False  # on its standard input, to be told who it is; until then its rank is below 0
 
 
@@ -69,6 +70,7 @@ class Process:
         self.began = time.monotonic()
         self.ended = 0.0
         self._show = show
+        self._meant = start.meant
         self._log_path = log
         self._log: BinaryIO | None = _opened(log) if log else None
         self._terminal = -1
@@ -173,7 +175,8 @@ class Process:
                 return False
             just_ended = True
             self.ended = now
-            self.code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            exited = result.si_code == os.CLD_EXITED
+            self.code = self._meant(result.si_status) if exited else -result.si_status
             for descriptor in self.streams:  # once is enough for what fits into a pipe: its last words are known now
                 self.pump(descriptor)
         self._clear_away(now, closing)
