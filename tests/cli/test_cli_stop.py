@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import logs
 from paceline.launch import reach, record
 from paceline.membership import agent_line
 
@@ -79,3 +80,13 @@ def test_the_scheduler_ends_a_run_whose_launcher_is_elsewhere(tmp_path: Path) ->
     run = record.read(tmp_path / "runs" / "big")
     assert run
     assert run.finished
+
+
+def test_a_log_that_is_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("old\n")
+    tail = logs._Tail(path, 0)
+    assert tail.first(None, last=False) == ["old"]
+    (tmp_path / "new").write_text("longer than the old one\n")
+    (tmp_path / "new").replace(path)
+    assert list(tail.more(last=False)) == ["longer than the old one"]

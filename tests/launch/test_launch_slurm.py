@@ -7,13 +7,17 @@ import shlex
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from paceline.cli import run as run_command
+from paceline.cli.display import Display
 from paceline.core.errors import ConfigError
-from paceline.launch import held, jobs
+from paceline.launch import held, jobs, reach, record
 from paceline.launch.engines import slurm
 from paceline.launch.words import words
 
@@ -241,3 +245,80 @@ def test_slurm_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(jobs, "_LIMIT_S", 0.1)
     with pytest.raises(ConfigError, match="squeue did not answer within"):
         jobs.ask("7")
+
+
+def begun(folder: Path, **more: object) -> Path:
+    """The directory of a run that was submitted as job 7, and whose launcher is or was on another node."""
+    directory = folder / "runs" / "big"
+    (directory / "logs").mkdir(parents=True)
+    now = time.time()
+    run = record.Run(name="big", command=[], size=1, pid=1, host="n1", started=now, least=1)
+    (directory / "run.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(run, **more)))
+    (directory / "logs" / "rank-0.log").write_text("first\n")
+    held.write(directory, held.Held(engine="slurm", id="7", at=now - 60))
+    return directory
+
+
+def test_following_ends_with_the_job_where_the_launcher_was_killed(tmp_path: Path) -> None:
+    commands = Commands(tmp_path / "bin", squeue="", scontrol="echo JobState=NODE_FAIL ExitCode=0:0")
+    reach.write(begun(tmp_path), reach.Reach(address="127.0.0.1:1", token="x"))  # left behind
+    done = commands.paceline("logs", "big", "--follow")
+    assert (done.returncode, done.stdout) == (0, "[0] first\n"), done.stderr
+
+
+def test_following_goes_on_while_the_job_waits_again(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    asked = f"echo >> {tmp_path}/asked; /bin/cat {state}"
+    commands = Commands(tmp_path / "bin", squeue=asked, scontrol="echo JobState=COMPLETED ExitCode=0:0")
+    state.write_text("PENDING|BeginTime||\n")
+    directory = begun(tmp_path, finished=time.time(), exit_code=143)
+
+    def goes_on() -> None:
+        while not (tmp_path / "asked").exists():
+            time.sleep(0.05)
+        with (directory / "logs" / "rank-0.log").open("a") as log:
+            log.write("second")  # a last line need not be whole
+        state.write_text("")
+
+    thread = threading.Thread(target=goes_on, daemon=True)
+    thread.start()
+    done = commands.paceline("logs", "big", "--follow")
+    assert (done.returncode, done.stdout) == (0, "[0] first\n[0] second\n"), done.stderr
+    assert commands.paceline("logs", "big").stdout == done.stdout
+
+
+def test_again_keeps_what_the_job_was_asked_for(tmp_path: Path) -> None:
+    commands = Commands(tmp_path / "bin", sbatch="echo 7", srun="exit 1")
+    options = ("--nodes", "2", "--partition", "gpu", "--time", "2:00:00")
+    assert commands.submit(*options).returncode == 0
+    before = commands.paceline("run", "--again", "big", "--dry-run")  # while it waits
+    assert {f"#SBATCH --{name}" for name in ("nodes=2", "partition=gpu", "time=2:00:00")} <= set(
+        before.stdout.splitlines()
+    ), before.stderr
+    recipe = tmp_path / "runs" / "big" / "recipe.toml"
+    kept = recipe.read_text()
+    held_ = held.read(recipe.parent)
+    assert held_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", held_.id)  # in the job, which is started without these options
+        run_command._keep({"script": "train.py"}, recipe.parent, Display(1))
+        assert recipe.read_text() == kept
+        patch.setenv("SLURM_JOB_ID", "8")  # by hand, in another one
+        run_command._keep({"script": "train.py"}, recipe.parent, Display(1))
+        assert recipe.read_text() != kept
+
+
+def test_runs_that_wait_are_listed_with_the_others(tmp_path: Path) -> None:
+    commands = Commands(tmp_path / "bin", sbatch="echo 7", squeue="echo 'PENDING|Priority||'")
+    assert commands.submit().returncode == 0
+    done = commands.paceline("status", "--all")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("big   submitted  Slurm job 7 waits others are before it (Priority), for ")
+    assert "no run in 'runs' has begun" in commands.paceline("status").stderr
+    (tmp_path / "runs" / "big").rename(tmp_path / "runs" / "later")
+    begun(tmp_path, started=1.0)
+    first, second = commands.paceline("status", "--all").stdout.splitlines()
+    assert (first.split()[0], second.split()) == ("later", ["big", "1", "member", "on", "n1"])
+    (commands.dir / "squeue").unlink()  # not a host that can ask
+    done = commands.paceline("status", "--all")
+    assert "the queue cannot be asked" in done.stdout, done.stderr

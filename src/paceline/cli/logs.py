@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from paceline.cli.flags import Parser, whole
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.environment import this_host
-from paceline.launch import engines, reach, record
+from paceline.launch import engines, held, reach, record
 
 _LOOK_S = 0.2
 _ASK_S = 2.0  # between two questions to a queue, which has others to answer
@@ -47,12 +48,13 @@ def main(argv: list[str]) -> int:
     tails = [_Tail(known.directory / "logs" / f"rank-{rank}.log", rank) for rank in ranks]
     display = Display(known.size)
     for tail in tails:
-        for line in tail.first(given.lines):
+        for line in tail.first(given.lines, last=not given.follow):
             display.line(tail.rank, "out", line)
     if not given.follow and not any(tail.found for tail in tails):
         print(f"paceline: nothing was printed so far (no logs in {known.directory / 'logs'})", file=sys.stderr)
+    life = _Life(known.directory)
     while given.follow:
-        goes_on = _goes_on(known)  # asked first: what is printed before the end is read below
+        goes_on = life.goes_on()  # asked first: what is printed before the end is read below
         for tail in tails:
             for line in tail.more(last=not goes_on):
                 display.line(tail.rank, "out", line)
@@ -82,18 +84,21 @@ class _Tail:
         self.rank = rank
         self.found = False
         self._path = path
+        self._file = 0
         self._at = 0
         self._rest = b""
 
-    def first(self, count: int | None) -> list[str]:
-        lines = list(self.more(last=False))
+    def first(self, count: int | None, *, last: bool) -> list[str]:
+        lines = list(self.more(last=last))
         return lines if count is None else lines[len(lines) - min(count, len(lines)) :]
 
     def more(self, *, last: bool) -> Iterator[str]:
         try:
             with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._at:  # begun anew
+                found = os.fstat(file.fileno())
+                if found.st_size < self._at or found.st_ino != (self._file or found.st_ino):  # begun anew
                     self._at, self._rest = 0, b""
+                self._file = found.st_ino
                 file.seek(self._at)
                 data = file.read()
                 self._at = file.tell()
@@ -107,8 +112,38 @@ class _Tail:
             yield line.decode(errors="replace").rstrip("\r")
 
 
-def _goes_on(known: runs.Known) -> bool:
-    run = record.read(known.directory)
-    if run is None or run.finished is not None:
-        return False
-    return record.is_running(known.directory) if run.host == this_host() else reach.read(known.directory) is not None
+class _Life:
+    """Whether a run goes on. Of one that was submitted its queue is asked: there it may wait again, or have
+    ended without a word of its launcher."""
+
+    def __init__(self, directory: Path) -> None:
+        self._dir = directory
+        self._queued: bool | None = None  # in the queue or under way; None: nobody to ask
+        self._asked_at = -math.inf
+
+    def goes_on(self) -> bool:
+        run = record.read(self._dir)
+        if run is None:
+            known = runs.look(self._dir)
+            return known is not None and any(state in ("alive", "stopped", "traced") for state in known.states)
+        if run.host == this_host() and record.is_running(self._dir):
+            return True
+        job = held.read(self._dir)
+        if run.exit_code == 0 and run.started > (job.at if job else 0.0):  # not an earlier one of this name
+            return False
+        if job and time.monotonic() - self._asked_at > _ASK_S:
+            self._queued = _queued(job)
+            self._asked_at = time.monotonic()
+        if self._queued is not None:
+            return self._queued
+        if run.finished is not None or run.host == this_host():
+            return False
+        return reach.read(self._dir) is not None or record.is_running(self._dir)
+
+
+def _queued(job: held.Held) -> bool | None:
+    try:
+        asked = engines.queue(job)
+        return not asked.over(job) if isinstance(asked, engines.Ends) else None
+    except ConfigError:  # not from here
+        return None

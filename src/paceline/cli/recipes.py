@@ -259,16 +259,17 @@ def _made(name: str, file: str, function: str) -> Table:
 
 
 def _of_run(given: Namespace) -> _Written:
-    known = runs.find(Path(given.root or Settings().root), given.again)
-    file = known.directory / FILE
+    root = Path(given.root or Settings().root)
+    directory = runs.submitted(root, given.again) or runs.find(root, given.again).directory
+    file = directory / FILE
     if not file.exists():
         raise ConfigError(
-            f"{known.directory} has no {FILE}, which `paceline run` keeps there: it was started by other means, or by "
+            f"{directory} has no {FILE}, which `paceline run` keeps there: it was started by other means, or by "
             "an older version; start it by its command"
         )
     written = read(str(file))
     table = {key: value for key, value in written.table.items() if key not in _OF_ONE_START}
-    run, script = record.read(known.directory), table.get("script")
+    run, script = record.read(directory), table.get("script")
     if run and run.cwd and isinstance(script, str) and not Path(script).exists() and Path(run.cwd, script).exists():
         raise ConfigError(f"script {script!r} is not here: the run was started in {run.cwd}; go there first")
     return _Written(table, written.where)

@@ -18,7 +18,7 @@ from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, 
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
 from paceline.core.settings import Settings
-from paceline.launch import beforehand, cores, engines, servers
+from paceline.launch import beforehand, cores, engines, held, servers
 from paceline.launch.detach import Left, leave_terminal
 from paceline.launch.elastic import DRAIN_S
 from paceline.launch.engines import Engine, Seating, Shown, Submitted
@@ -295,8 +295,9 @@ def _run(spec: JobSpec, engine: Engine, recipe: recipes.Table) -> int:
 
 def _keep(recipe: recipes.Table, directory: Path, display: Display) -> None:
     try:
-        recipes.write(directory, recipe)
-    except (OSError, UnicodeEncodeError) as error:  # a full disk, or a file's name that is no text
+        if not held.is_this(directory):  # else who submitted it keeps what was asked for, with its nodes and time
+            recipes.write(directory, recipe)
+    except (OSError, UnicodeEncodeError, ConfigError) as error:  # a full disk, or a file's name that is no text
         display.say(f"warning: {recipes.FILE} could not be written, so --again will not find it: {error}")
 
 

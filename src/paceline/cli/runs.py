@@ -7,6 +7,7 @@ the kernel, where it runs on this host.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def all_in(root: Path) -> list[Known]:
     """All runs, newest first."""
     directories = {path.parent for pattern in ("*/run.json", "*/status") for path in root.glob(pattern)}
     found = [known for directory in directories if (known := look(directory))]
-    if not found:
+    if not found and not waiting_in(root):
         raise ConfigError(f"there are no runs in {str(root)!r}: give --root, or start one with paceline run")
     return sorted(found, key=lambda known: known.started, reverse=True)
 
@@ -77,17 +78,33 @@ def find(root: Path, name: str | None) -> Known:
         raise ConfigError(f"run {name!r} has not begun: {engines.queue(job).state(job)}")
     found = all_in(root)
     if name:
-        names = [known.directory.name for known in found]
+        names = [known.directory.name for known in found] + [path.name for path, _ in waiting_in(root)]
         raise ConfigError(f"there is no run {name!r} in {str(root)!r}: {nearest(name, names)}")
+    if not found:
+        raise ConfigError(f"no run in {str(root)!r} has begun: paceline status --all lists those that wait")
     return found[0]
+
+
+def submitted(root: Path, name: str) -> Path | None:
+    """The directory of a run that was submitted and has not begun here; None: it is another one."""
+    directories = (Path(name), root / name)
+    return next((path for path in directories if look(path) is None and held.read(path)), None)
 
 
 def waiting(root: Path, name: str) -> Held | None:
     """Who holds a run that was submitted and has not begun; None: it is another one."""
-    for directory in (Path(name), root / name):
-        if look(directory) is None and (found := held.read(directory)):
-            return found
-    return None
+    directory = submitted(root, name)
+    return held.read(directory) if directory else None
+
+
+def waiting_in(root: Path) -> list[tuple[Path, Held]]:
+    """Runs that were submitted and have not begun, newest first; whose file cannot be read is left out."""
+    found = []
+    for path in root.glob(f"*/{held.FILE}"):
+        with contextlib.suppress(ConfigError):
+            if look(path.parent) is None and (job := held.read(path.parent)):
+                found.append((path.parent, job))
+    return sorted(found, key=lambda one: one[1].at, reverse=True)
 
 
 def how_it_stands(known: Known) -> str:

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     root = Path(given.root)
     if given.all:
-        print("\n".join(_list(runs.all_in(root))))
+        print("\n".join(_list(runs.all_in(root), runs.waiting_in(root))))
     elif given.run and (waiting := runs.waiting(root, given.run)):
         print(f"{given.run}: {engines.queue(waiting).state(waiting)}")
     else:
@@ -137,9 +137,13 @@ def _slots(count: int) -> str:
     return "1 slot" if count == 1 else f"{count} slots"
 
 
-def _list(found: list[Known]) -> list[str]:
-    width = max(len(known.directory.name) for known in found)
-    return [f"{known.directory.name:{width}}  {_members(known.size):>10}  {how_it_stands(known)}" for known in found]
+def _list(found: list[Known], waiting: list[tuple[Path, held.Held]]) -> list[str]:
+    """Those that began, and those that were submitted and have not, which their queues are asked about."""
+    rows = [(k.started, k.directory.name, _members(k.size), how_it_stands(k)) for k in found]
+    rows += [(job.at, path.name, "submitted", _queue(path)[0].splitlines()[0]) for path, job in waiting]
+    width = max(len(name) for _, name, _, _ in rows)
+    rows.sort(key=lambda row: row[0], reverse=True)
+    return [f"{name:{width}}  {what:>10}  {stands}" for _, name, what, stands in rows]
 
 
 def _table(known: Known) -> list[str]:

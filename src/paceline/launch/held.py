@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -34,3 +35,9 @@ def read(directory: Path) -> Held | None:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{directory / FILE} cannot be read: {error}") from None
+
+
+def is_this(directory: Path) -> bool:
+    """Whether this process is in the very job that was submitted for the run."""
+    found = read(directory)
+    return found is not None and found.engine == "slurm" and found.id == os.environ.get("SLURM_JOB_ID")
