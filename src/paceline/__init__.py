@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline import layers, optim
     from paceline.core.errors import ConfigError, Interrupted, Lost, MemberFailed, PacelineError
     from paceline.launch.calling import launch
+    from paceline.layers import transfer
     from paceline.parallel.memory import memory_plan
     from paceline.server.outside.outsider import connect
     from paceline.strategies import (
@@ -63,6 +64,7 @@ _WHERE = {
     "launch": "",
     "layers": "",
     "optim": "",
+    "transfer": "paceline.layers",
 }
 
 __all__ = [
@@ -90,6 +92,7 @@ __all__ = [
     "layers",
     "memory_plan",
     "optim",
+    "transfer",
 ]
 
 

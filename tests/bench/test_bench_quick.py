@@ -24,6 +24,7 @@ FIGURES = {
     "members": {"scheduler_cpu_10", "scheduler_rss_mb_30", "join_s_30", "false_suspicions"},
     "memory": {"memory_over_best_peer_zero1", "memory_over_best_peer_zero3", "memory_over_best_peer"},
     "tensor_train": {"tt_rule_right", "tt_speedup_batch1_rank8", "tt_compression", "tt_points_lost"},
+    "transfer": {"transfer_extraction_5", "transfer_tuning_20", "transfer_lora_100", "cached_speedup"},
     "pipeline": {"bubble_over_formula_1f1b", "bubble_over_formula_zero_bubble", "step_over_torch_4_8"},
     "start": {"time_over_torchrun", "script_over_torchrun", "whole_over_torchrun"},
     "scaling": {"mlp_efficiency_1", "mlp_ours_1"},

@@ -1,0 +1,52 @@
+"""Start from a model that is trained: freeze, load, swap the head, adapt. Works on any nn.Module, by names.
+
+names      what a pattern means                  freezing   freeze and unfreeze, norms that stay in eval mode
+depth      rates by depth, gradual thawing       files      load what fits and say so, save a part
+heads      other classes                         lora       low-rank adapters
+cutting    a model in two                        features   the frozen part computed once, on disk
+suggesting where to cut, by linear probes        fusion     features of several models together
+
+>>> import paceline
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+>>> paceline.transfer.freeze(model, "0")
+['0.weight', '0.bias']
+"""
+
+from paceline.layers.transfer.cutting import cut
+from paceline.layers.transfer.depth import Gradual, gradual, groups
+from paceline.layers.transfer.features import Features, features
+from paceline.layers.transfer.files import Loading, load, save
+from paceline.layers.transfer.freezing import freeze, unfreeze
+from paceline.layers.transfer.fusion import Concat, Gated, WeightedSum
+from paceline.layers.transfer.heads import Head, head
+from paceline.layers.transfer.lora import LoRAEmbedding, LoRALinear, load_lora, lora, merge, save_lora
+from paceline.layers.transfer.suggesting import Probe, Suggestion, suggest
+
+__all__ = [
+    "Concat",
+    "Features",
+    "Gated",
+    "Gradual",
+    "Head",
+    "LoRAEmbedding",
+    "LoRALinear",
+    "Loading",
+    "Probe",
+    "Suggestion",
+    "WeightedSum",
+    "cut",
+    "features",
+    "freeze",
+    "gradual",
+    "groups",
+    "head",
+    "load",
+    "load_lora",
+    "lora",
+    "merge",
+    "save",
+    "save_lora",
+    "suggest",
+    "unfreeze",
+]

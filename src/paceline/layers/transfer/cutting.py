@@ -1,0 +1,114 @@
+"""Cut a model at a named module: as two modules where it is a chain, or by stopping its forward pass there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import ConfigError
+from paceline.layers.transfer.names import near
+
+
+def cut(model: nn.Module, name: str) -> tuple[nn.Sequential, nn.Sequential]:
+    """The model up to and with the named module, and the rest; both have the model's own layers.
+
+    >>> inner = nn.Sequential(nn.ReLU(), nn.Linear(3, 3))
+    >>> bottom, top = cut(nn.Sequential(nn.Linear(2, 3), inner, nn.Linear(3, 1)), "1.0")
+    >>> len(bottom), len(top), top(bottom(torch.ones(1, 2))).shape
+    (2, 2, torch.Size([1, 1]))
+
+    Raises:
+        ConfigError: there is no such module, or it lies in something other than an nn.Sequential, whose way of calling
+            its parts is its own; `features` works there too.
+    """
+    named(model, name)
+    bottom: list[nn.Module] = []
+    top: list[nn.Module] = []
+    here = model
+    for part in name.split("."):
+        if type(here) is not nn.Sequential:
+            kind = type(here).__name__
+            raise ConfigError(
+                f"{name!r} lies in a {kind}, whose forward is its own: only nn.Sequential can be cut in two"
+            )
+        children = list(here.named_children())
+        at = [n for n, _ in children].index(part)
+        bottom += [child for _, child in children[:at]]
+        top[:0] = [child for _, child in children[at + 1 :]]
+        here = children[at][1]
+    if not top:
+        raise ConfigError(f"{name!r} is the end of the model, so nothing would be left above it")
+    return nn.Sequential(*bottom, here), nn.Sequential(*top)
+
+
+def named(model: nn.Module, name: str) -> nn.Module:
+    """The module of this name."""
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    if not name or name not in modules:
+        raise ConfigError(f"there is no module {name!r} in the model: {near(name, [n for n in modules if n])}")
+    return modules[name]
+
+
+class _Enough(BaseException):
+    """The forward pass has come to where it was to end. Not an Exception, which a model might catch."""
+
+
+def outputs(model: nn.Module, names: Mapping[str, nn.Module], x: Any) -> dict[str, Tensor]:
+    """What these modules return for one batch; the pass ends when all have."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if not isinstance(out, Tensor) or out.dim() == 0:
+                raise ConfigError(
+                    f"{name!r} returns a {type(out).__name__}; a tensor with a row for each sample is wanted"
+                )
+            found.setdefault(name, out.detach())
+            if len(found) == len(names):
+                raise _Enough
+
+        return hook
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in names.items()]
+    try:
+        model(x)
+    except _Enough:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if left := [name for name in names if name not in found]:
+        raise ConfigError(f"{left[0]!r} took no part in the model's forward pass")
+    return found
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[set[str]]:
+    """The names of modules that begin a forward pass within it."""
+    seen: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda _, __, name=name: seen.add(name))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients; afterwards every module is in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
