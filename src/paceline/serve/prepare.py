@@ -1,0 +1,67 @@
+"""From settings to an engine that is warm: make the model, load a version, choose how to compute, run every size.
+
+Runs in a thread of the replica while its loop already answers. The model is the user's: FUNCTION() makes it, and
+example_inputs() beside it, or --input, says what one item looks like.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from paceline.core import loading
+from paceline.core.errors import ConfigError, TimedOut
+from paceline.serve.engine import Engine
+from paceline.serve.fields import inputs_of
+from paceline.serve.settings import Settings
+from paceline.serve.shelf import Shelf
+from paceline.serve.swap import Swap
+
+_FIRST_S = 300.0  # until the first version is on the shelf and loaded
+_LOOK_S = 0.02
+_BESIDE_S = 0.005  # batches that take longer leave the loop to a thread of their own
+
+
+class Prepared(NamedTuple):
+    """What the replica starts with."""
+
+    engine: Engine
+    beside: bool
+    said: str
+    use_threads: Callable[[], None]
+
+
+def prepare(settings: Settings, shelf: Path) -> Prepared:
+    """ConfigError says what of the model or its inputs does not fit."""
+    threads = settings.threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
+    torch.set_num_threads(threads)
+    module, where, name = loading.named(settings.model)
+    if not name:
+        raise ConfigError(
+            f"--model {settings.model!r}: name the function that makes the model, as in train.py:make_model"
+        )
+    model = loading.function(module, name, where)()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{settings.model} returned a {type(model).__name__}, not an nn.Module")
+    model.eval()
+    fields = inputs_of(model, module, settings.inputs, where)
+    swap = Swap(model, Shelf(shelf))
+    _await_first(swap)
+    engine = Engine(model, fields, swap, settings.max_batch_size)
+    took_s = engine.warm()
+    said = f"{threads} thread{'s' * (threads > 1)}, a full batch in {took_s * 1e3:.2f} ms"
+    return Prepared(engine, took_s > _BESIDE_S, said, lambda: torch.set_num_threads(threads))
+
+
+def _await_first(swap: Swap) -> None:
+    deadline = time.monotonic() + _FIRST_S
+    while not swap.install():
+        if time.monotonic() > deadline:
+            raise TimedOut(f"no version has come within {_FIRST_S:g} s")
+        time.sleep(_LOOK_S)
