@@ -1,5 +1,4 @@
 """What `paceline serve` was asked for: from the command line, through the private directory, to the replicas."""
-replicas."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One value per option; 0 where a measurement decides."""
 
     model: str  # FILE:FUNCTION or package.module:FUNCTION, which makes the module
-    inputs: tuple[
-        tuple[tuple[int, ...], str], ...
-    ] = ()  # shape and type of one item per argument; (): example_inputs()
+    inputs: tuple[tuple[tuple[int, ...], str], ...] = ()  # of one item per argument; (): as example_inputs() says
     replicas: int = 1
     threads: int = 0  # per replica
     max_batch_size: int = 32  # in items
