@@ -267,7 +267,7 @@ def test_only_so_many_outsiders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ([b"\xff\x00 no message"], "cannot be read"),
         ([v.encode(v.Look())], "before Visit"),
-        ([v.encode(v.Visit(protocol=7))], "speaks protocol 7, the run 2"),
+        ([v.encode(v.Visit(protocol=7))], "speaks protocol 7, the run 3"),
         ([v.encode(v.Visit()), v.encode(v.Read())], "without a copy"),
         ([v.encode(v.Visit()), v.encode(v.Visit())], "out of turn"),
         ([v.encode(v.Visit()), v.encode(TAKE)], "for the members of the run"),
