@@ -163,8 +163,8 @@
     at("version").hidden = false;
     at("pinned").hidden = !standing.pinned;
     at("paused").hidden = !standing.paused;
-    at("health").textContent = status.health;
-    at("health").className = status.well ? "facts" : "facts ill";
+    at("health").textContent = standing.note ? `${standing.source}; ${standing.note}` : standing.source;
+    at("health").className = standing.lost ? "facts ill" : "facts";
     const { ready = 0, ...others } = status.replicas;
     const all = Object.values(others).reduce((a, b) => a + b, ready);
     const tiles = [

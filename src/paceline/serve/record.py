@@ -10,10 +10,27 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from paceline.serve.counts import LATENCY_S, Counts
+from paceline.serve.keeper import Standing
+from paceline.serve.learner import Learning
 
 KEPT = 600  # seconds
 _GOOD = 200
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/status` says."""
+
+    name: str  # what is served
+    now: float  # Unix time
+    standing: Standing
+    seconds: dict[str, list[float | None]]  # see `Second`
+    replicas: dict[str, int]  # by state
+    answered: int  # requests, since the start
+    refused: int
+    learning: Learning | None  # None: nothing can learn
 
 
 class Second(NamedTuple):
@@ -26,6 +43,7 @@ class Second(NamedTuple):
     p99_ms: float | None
     queue: int
     version: int  # the lowest that a replica answers with; 0: none does
+    metric: float | None  # of the version that is to be served, on the holdout
 
 
 class Record:
@@ -41,25 +59,25 @@ class Record:
         self._seconds: deque[Second] = deque(maxlen=KEPT)
         self._before: tuple[float, Counts] | None = None
 
-    def add(self, at: float, summed: Counts) -> None:
+    def add(self, at: float, summed: Counts, metric: float | None = None) -> None:
         """The counts of all replicas at this time."""
         before, self._before = self._before, (at, summed)
         if before is None or at <= before[0]:  # the first, or the clock was set back
             return
         passed_s = at - before[0]
-        good = summed.requests.get(_GOOD, 0) - before[1].requests.get(_GOOD, 0)
-        every = sum(summed.requests.values()) - sum(before[1].requests.values())
+        good, bad = (now - then for now, then in zip(totals(summed), totals(before[1])))
         times = [max(0, now - then) for now, then in zip(summed.latency, before[1].latency)]
         p50, p99 = (quantile(times, q) for q in (0.5, 0.99))
         self._seconds.append(
             Second(
                 round(at, 2),
                 round(max(0, good) / passed_s, 2),
-                round(max(0, every - good) / passed_s, 2),
+                round(max(0, bad) / passed_s, 2),
                 None if p50 is None else round(1e3 * p50, 3),
                 None if p99 is None else round(1e3 * p99, 3),
                 summed.queue,
                 summed.version,
+                metric,
             )
         )
 
@@ -67,6 +85,12 @@ class Record:
         """One list per name of `Second`, the oldest first."""
         rows = list(self._seconds)
         return {name: [row[i] for row in rows] for i, name in enumerate(Second._fields)}
+
+
+def totals(summed: Counts) -> tuple[int, int]:
+    """Requests that got a result, and those that did not."""
+    good = summed.requests.get(_GOOD, 0)
+    return good, sum(summed.requests.values()) - good
 
 
 def quantile(counts: Sequence[int], q: float) -> float | None:
