@@ -9,6 +9,7 @@ import socket
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.flags import Parser, seconds, whole
 from paceline.cli.plan import nbytes, shape
@@ -58,6 +59,16 @@ def _parser() -> Parser:
     parser.option(
         "--input", parse=shape, metavar="SHAPE", action="append", help="of one item, as in 3x224x224 or 128:int64"
     )
+    parser.option(
+        "--label",
+        parse=_label,
+        metavar="SHAPE",
+        help="of one label for /learn, as in float32 or 10:float32 (int64: the number of a class)",
+    )
+    parser.option(
+        "--holdout", parse=str, metavar="FILE:FUNCTION", help="data on which a version must not be worse to be served"
+    )
+    parser.option("--metric", parse=str, metavar="WORD", default="accuracy", help="on the holdout (accuracy), or loss")
     parser.option("--host", parse=str, metavar="ADDRESS", default="127.0.0.1", help="to listen on (127.0.0.1)")
     parser.option(
         "--port", parse=whole(0), metavar="P", default=8000, help="of that address; 0: any that is free (8000)"
@@ -130,16 +141,23 @@ def _one_of(words: tuple[str, ...]):  # type: ignore[no-untyped-def]
 
 
 def _serve(given: Namespace) -> int:
-    from paceline.serve import house, origin
+    from paceline.core import loading
+    from paceline.serve import house
+    from paceline.serve.holdout import Holdout
     from paceline.serve.keeper import Keeper
+    from paceline.serve.learner import make_learner
     from paceline.serve.settings import Settings
     from paceline.serve.shelf import Shelf
+    from paceline.serve.sources import make_source
 
-    path = origin.find(given.what, Path(given.root))
+    root = Path(given.root)
+    source = make_source(given.what, root=root)
     token, where_from = _token(given)
     settings = Settings(
+        name=source.what,
         model=given.model,
         inputs=tuple((tuple(sizes), kind) for sizes, kind in given.input or ()),
+        label=given.label or Settings.label,
         replicas=given.replicas or len(os.sched_getaffinity(0)),
         threads=given.threads or 0,
         max_batch_size=given.max_batch_size,
@@ -164,9 +182,32 @@ def _serve(given: Namespace) -> int:
 
     if where_from:
         _say(where_from)
-    return house.serve(
-        settings, listener, lambda shelf: Keeper(Shelf(shelf), origin.OneFile(path)), say=_say, started=started
-    )
+
+    def keeper(shelf: Path) -> Keeper:
+        holdout = Holdout(_made(loading, given.holdout, "--holdout"), given.metric) if given.holdout else None
+        model = _made(loading, given.model, "--model")
+        return Keeper(Shelf(shelf), source, model=model, holdout=holdout, say=_say)
+
+    return house.serve(settings, listener, keeper, make_learner(source), say=_say, started=started)
+
+
+def _made(loading: Any, text: str, option: str) -> Any:
+    """What FILE:FUNCTION returns."""
+    module, where, name = loading.named(text)
+    if not name:
+        raise ConfigError(f"{option} {text!r}: name a function too, as in train.py:{option[2:]}")
+    return loading.function(module, name, where)()
+
+
+def _label(text: str) -> tuple[tuple[int, ...], str]:
+    """
+    >>> _label("float32"), _label("10:float32")
+    (((), 'float32'), ((10,), 'float32'))
+    """
+    if text.isidentifier():
+        return (), text
+    sizes, kind = shape(text)
+    return tuple(sizes), kind
 
 
 def _token(given: Namespace) -> tuple[str, str]:

@@ -29,10 +29,10 @@ import msgspec
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.serve import counts
+from paceline.serve import learner as learning
 from paceline.serve.counts import Counts
 from paceline.serve.keeper import Keeper, Standing
 from paceline.serve.learner import Learner
-from paceline.serve import learner as learning
 from paceline.serve.messages import Ask, Closed, Drain, Failed, Learn, Line, Ready, Reply, Tell, Told
 from paceline.serve.predict import refusal
 from paceline.serve.record import Record, Status, totals
@@ -362,9 +362,7 @@ def serve(
         keeper = make_keeper(directory / SHELF)
         keeper.start()
         try:
-            house = functools.partial(
-                House, settings, listener, directory, keeper, learner, say=say, started=started
-            )
+            house = functools.partial(House, settings, listener, directory, keeper, learner, say=say, started=started)
             return asyncio.run(_run(house))
         finally:
             if learner:

@@ -2,9 +2,9 @@
 
     {"inputs": [item, item, …], "labels": [3, 7, …]}
 
-A body of safetensors has a tensor `labels` beside the inputs. A sample is (input, …, label), as a script's data set would
-give it; its form is checked here, so that one who sends another cannot stop a worker. Numbers that are not finite are
-refused, and so are classes that the model does not have.
+A body of safetensors has a tensor `labels` beside the inputs. A sample is (input, …, label), as a script's data set
+would give it; its form is checked here, so that one who sends another cannot stop a worker. Numbers that are not finite
+are refused, and so are classes that the model does not have.
 """
 
 from __future__ import annotations

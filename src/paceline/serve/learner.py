@@ -18,6 +18,7 @@ import msgspec
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.serve.refused import Refused
+from paceline.serve.sources import RunSource, Source
 from paceline.server.outside.outsider import Outsider, Stopped
 from paceline.server.outside.samples import unpack
 
@@ -149,14 +150,21 @@ class Learner:
             self._run = None
 
 
+def make_learner(source: Source) -> Learner | None:
+    """For the run that is served; None: it is none, so nothing can learn."""
+    if not isinstance(source, RunSource):
+        return None
+    return Learner(source.connect)
+
+
 def text(state: Learning) -> str:
     """In the format that Prometheus reads."""
     lines = [
         "# HELP paceline_serve_learn_samples_total Samples of /learn, by what became of them.",
         "# TYPE paceline_serve_learn_samples_total counter",
     ]
-    for outcome in ("uploaded", "refused", "lost"):
-        lines.append(f'paceline_serve_learn_samples_total{{outcome="{outcome}"}} {getattr(state, outcome)}')
+    outcomes = {"uploaded": state.uploaded, "refused": state.refused, "lost": state.lost}
+    lines += [f'paceline_serve_learn_samples_total{{outcome="{name}"}} {n}' for name, n in outcomes.items()]
     lines += [
         "# HELP paceline_serve_learn_waiting Samples of /learn that wait for the run.",
         "# TYPE paceline_serve_learn_waiting gauge",
