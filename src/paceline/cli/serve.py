@@ -63,6 +63,7 @@ def _parser() -> Parser:
         "--label",
         parse=_label,
         metavar="SHAPE",
+        default=default.label,
         help="of one label for /learn, as in float32 or 10:float32 (int64: the number of a class)",
     )
     parser.option(
@@ -157,7 +158,7 @@ def _serve(given: Namespace) -> int:
         name=source.what,
         model=given.model,
         inputs=tuple((tuple(sizes), kind) for sizes, kind in given.input or ()),
-        label=given.label or Settings.label,
+        label=given.label,
         replicas=given.replicas or len(os.sched_getaffinity(0)),
         threads=given.threads or 0,
         max_batch_size=given.max_batch_size,

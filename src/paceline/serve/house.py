@@ -323,7 +323,7 @@ class House:
         return Status(
             name=self._settings.name,
             now=time.time(),
-            standing=standing,
+            standing=msgspec.structs.replace(standing, metrics=[]),  # the record has them, second by second
             seconds=self._record.columns(),
             replicas=self._states(),
             answered=answered,

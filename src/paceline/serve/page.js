@@ -61,7 +61,7 @@
       svg.append(made);
       return made;
     };
-    const grid = path("grid"), lines = series.map((one) => path(`line ${one.kind}`));
+    const grid = path("grid"), lines = [...series].reverse().map((one) => path(`line ${one.kind}`)).reverse();
     const marks = element("div"), empty = element("span", "empty", options.empty || "nothing yet");
     const rule = element("span", "rule"), tip = element("span", "tip");
     plot.append(svg, marks, empty, rule, tip);
@@ -100,7 +100,11 @@
       last.textContent = columns[0].length ? number(columns[0][columns[0].length - 1], options.unit) : "";
       let low = options.zero ? 0 : Math.min(...values), high = Math.max(...values);
       if (!values.length) { low = 0; high = 1; }
-      if (high - low < (options.least || 1e-6)) { high = low + (options.least || 1); }
+      const least = options.least || 1e-3;
+      if (high - low < least) {
+        low = options.zero ? 0 : (low + high - least) / 2;
+        high = low + least;
+      }
       const room = (high - low) * 0.06;
       high += room;
       if (!options.zero) low -= room;
@@ -124,9 +128,9 @@
         marks.append(mark);
         rules += `M0 ${up(v).toFixed(2)}H100`;
       }
-      for (const [share, side] of [[0, ""], [50, ""], [100, ""]]) {
+      for (const share of [0, 50, 100]) {
         const t = span[0] + (share / 100) * (span[1] - span[0]);
-        const mark = element("span", "x" + side, share === 100 ? "now" : `-${ago(now - t)}`);
+        const mark = element("span", "x", share === 100 ? "now" : `-${ago(now - t)}`);
         mark.style.left = `${share}%`;
         marks.append(mark);
       }
@@ -207,7 +211,7 @@
         const cell = element("td"), made = element("td", "made");
         made.dataset.at = version.made_at;
         cell.append(button);
-        row.append(element("td", "", number(version.number)), element("td", "", number(version.source_version)), made,
+        row.append(element("td", "", number(version.number)), element("td", "roomy", number(version.source_version)), made,
           element("td", "", number(version.metric)), element("td", "text", said.filter(Boolean).join(", ")), cell);
         return row;
       }));

@@ -42,7 +42,7 @@ class Second(NamedTuple):
     p50_ms: float | None
     p99_ms: float | None
     queue: int
-    version: int  # the lowest that a replica answers with; 0: none does
+    version: int | None  # the lowest that a replica answers with; None: none does
     metric: float | None  # of the version that is to be served, on the holdout
 
 
@@ -76,7 +76,7 @@ class Record:
                 None if p50 is None else round(1e3 * p50, 3),
                 None if p99 is None else round(1e3 * p99, 3),
                 summed.queue,
-                summed.version,
+                summed.version or None,
                 metric,
             )
         )
