@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,6 +28,15 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     *("--remote-debugging-pipe", "--hide-scrollbars"),
 )
+# The browser wants its pipes at these numbers.
+_BEGIN = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+for end, number in zip(ends, (3, 4)):
+    os.dup2(end, number)
+    os.close(end)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Page:
@@ -131,9 +141,9 @@ def browser() -> Iterator[Page]:
     back, writes = os.pipe()
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as home:
         words = [PROGRAM, *_FLAGS, f"--user-data-dir={home}", "about:blank"]
-        shell = ["sh", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "sh", *words]
+        begin = [sys.executable, "-c", _BEGIN, str(reads), str(writes), *words]
         quiet = subprocess.DEVNULL
-        process = subprocess.Popen(shell, pass_fds=(reads, writes), stdin=quiet, stdout=quiet, stderr=quiet)
+        process = subprocess.Popen(begin, pass_fds=(reads, writes), stdin=quiet, stdout=quiet, stderr=quiet)
         os.close(reads)
         os.close(writes)
         try:
