@@ -16,7 +16,7 @@ _LOOK_S = 0.05
 class Swap:
     """A thread loads the current version into spare tensors; `install` exchanges them with the model's."""
 
-    def __init__(self, model: nn.Module, shelf: Shelf) -> None:
+    def __init__(self, model: nn.Module, shelf: Shelf, *, cast: bool = False) -> None:
         self._state = model.state_dict(keep_vars=True)
         self._shelf = shelf
         self._installed = 0
@@ -39,6 +39,9 @@ class Swap:
             number = self._shelf.current()
             if number != last and self._loaded is None:
                 tensors = self._shelf.read(number)
-                self._loaded = (number, {n: t.to(self._state[n].dtype) for n, t in tensors.items() if n in self._state})
+                self._loaded = (
+                    number,
+                    {n: torch.empty_like(self._state[n]).copy_(t) for n, t in tensors.items() if n in self._state},
+                )
                 last = number
             time.sleep(_LOOK_S)
