@@ -1,4 +1,4 @@
-"""The OpenAPI page is true: what schemathesis makes of it, fitting and not, never gives a 500 or an answer it denies."""
+"""The OpenAPI page is true: what schemathesis makes of it never gives a 500, nor an answer that the page denies."""
 
 from __future__ import annotations
 

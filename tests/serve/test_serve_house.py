@@ -51,7 +51,8 @@ def test_the_end_loses_no_request(tmp_path: Path) -> None:
     with Served(tmp_path, "--replicas", "2") as served:
         served.wait()
         body = json.dumps({"inputs": X}).encode()
-        head = f"POST /predict HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        lines = ["POST /predict HTTP/1.1", "Host: h", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        head = "\r\n".join([*lines, "", ""])
         sent, answered, others = [0] * 8, [0] * 8, []
         under_way = threading.Barrier(9, timeout=60)
 
