@@ -101,6 +101,11 @@ class Outsider:
         """The run's, in words."""
         return self._welcome.strategy
 
+    @property
+    def servers(self) -> bool:
+        """Whether any hold the weights."""
+        return self._welcome.servers
+
     # ---- weights
 
     def versions(self) -> tuple[int, ...]:
