@@ -142,11 +142,11 @@ class Side:
         return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def ours(directory: Path, kind: str, *, follow: bool = False) -> Side:
+def ours(directory: Path, kind: str) -> Side:
     """`paceline serve`, as it chooses by itself."""
     weights = write_version(directory, 0)
     words = ["-m", "paceline", "serve", str(weights), "--model", "bench/_serve_model.py:make", "--port", "PORT"]
-    words += ["--max-batch-size", str(BATCH), *(["--follow"] if follow else [])]
+    words += ["--max-batch-size", str(BATCH)]
     return Side("ours", [sys.executable, *words], kind)
 
 

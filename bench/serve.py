@@ -129,7 +129,7 @@ def _table(kind: str, names: list[str], loads: dict[tuple[str, int], list[Load]]
 
 
 def _swaps(report: Report, directory: Path, rounds: int, seconds: float) -> None:
-    side = sides.ours(directory, "json", follow=True)
+    side = sides.ours(directory, "json")
     still: list[float] = []
     swapping: list[float] = []
     fresh: list[float] = []

@@ -45,6 +45,7 @@ _WATCH_S = 1.0
 _SILENT_S = 30.0  # a replica that does not answer for so long is stuck
 _BACKLOG = 2048
 _SLACK_S = 5.0
+_FIRST_S = 3.0  # in which a version that is there is taken, or refused
 
 
 class Seat:
@@ -319,6 +320,11 @@ def serve(
         keeper = make_keeper(directory / SHELF)
         keeper.start()
         try:
+            if not keeper.wait(_FIRST_S):
+                stands = keeper.state()
+                if stands.refusals:
+                    raise ConfigError(stands.refusals[-1].reason)
+                say(f"waits for the first version: {stands.source}")
             return asyncio.run(_run(settings, listener, directory, keeper, say, started))
         finally:
             keeper.close()

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -42,15 +43,7 @@ class Prepared(NamedTuple):
 
 def prepare(settings: Settings, shelf: Path) -> Prepared:
     """ConfigError says what of the model or its inputs does not fit."""
-    module, where, name = loading.named(settings.model)
-    if not name:
-        raise ConfigError(
-            f"--model {settings.model!r}: name the function that makes the model, as in train.py:make_model"
-        )
-    model = loading.function(module, name, where)()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{settings.model} returned a {type(model).__name__}, not an nn.Module")
-    model.eval()
+    model, module, where = make_model(settings.model)
     inputs = inputs_of(model, module, settings.inputs, where)
     forward = forms.set_precision(model, settings.precision)
     share = int(os.environ.get("OMP_NUM_THREADS", "1"))
@@ -63,6 +56,17 @@ def prepare(settings: Settings, shelf: Path) -> Prepared:
     engine = Engine(chosen, inputs, swap, most, sizes=forms.sizes(choice.form, most))
     took_s = engine.warm()
     return Prepared(engine, took_s > _BESIDE_S, choice.said, lambda: torch.set_num_threads(choice.threads))
+
+
+def make_model(text: str) -> tuple[nn.Module, ModuleType, str]:
+    """What FILE:FUNCTION makes, in evaluation mode; the module in which the function is, and how it was named."""
+    module, where, name = loading.named(text)
+    if not name:
+        raise ConfigError(f"--model {text!r}: name the function that makes the model, as in train.py:make_model")
+    model = loading.function(module, name, where)()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{text} returned a {type(model).__name__}, not an nn.Module")
+    return model.eval(), module, where
 
 
 def _try(forward: forms.Forward, inputs: list[Field]) -> None:
