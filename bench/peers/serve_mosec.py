@@ -1,7 +1,7 @@
-"""mosec with batches: `python -m bench.peers.serve_mosec --port PORT`, its own options, with WORKERS, BATCH and WAIT_MS in
-the environment.
+"""mosec with batches: `python -m bench.peers.serve_mosec --port PORT`; WORKERS, BATCH, WAIT_MS, KIND are variables.
 
-Its default reader of JSON is the standard library's; here it gets msgspec, which is faster and which its own mixins use.
+Its default reader of JSON is the standard library's; here it gets msgspec, which is faster, and which its own mixins
+use.
 """
 
 from __future__ import annotations

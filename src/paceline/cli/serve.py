@@ -8,14 +8,18 @@ import secrets
 import socket
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from paceline.cli.flags import Parser, seconds, whole
 from paceline.cli.plan import nbytes, shape
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings as RunSettings
 from paceline.transport.address import is_loopback, join_address
+
+if TYPE_CHECKING:
+    from paceline.serve.holdout import Holdout
 
 _PIP = "pip install 'paceline[serve]'"
 _TOKEN = "PACELINE_SERVE_TOKEN"
@@ -66,10 +70,6 @@ def _parser() -> Parser:
         default=default.label,
         help="of one label for /learn, as in float32 or 10:float32 (int64: the number of a class)",
     )
-    parser.option(
-        "--holdout", parse=str, metavar="FILE:FUNCTION", help="data on which a version must not be worse to be served"
-    )
-    parser.option("--metric", parse=str, metavar="WORD", default="accuracy", help="on the holdout (accuracy), or loss")
     parser.option("--host", parse=str, metavar="ADDRESS", default="127.0.0.1", help="to listen on (127.0.0.1)")
     parser.option(
         "--port", parse=whole(0), metavar="P", default=8000, help="of that address; 0: any that is free (8000)"
@@ -125,6 +125,17 @@ def _parser() -> Parser:
         default=default.drain_s,
         help="for requests under way at the end (30)",
     )
+    parser.option(
+        "--codec", parse=str, metavar="NAME", default="", help="in which changes travel from servers (exactly)"
+    )
+    parser.option(
+        "--every-s", parse=seconds(0), metavar="S", default=0.0, help="at most one new version in so long (0)"
+    )
+    parser.option("--holdout", parse=str, metavar="FILE:FUNCTION", help="whose data new versions must not be worse on")
+    parser.option(
+        "--metric", parse=str, metavar="NAME", help="on the holdout: accuracy, loss, FILE:FUNCTION (accuracy)"
+    )
+    parser.option("--tolerance", parse=seconds(0), metavar="X", default=0.0, help="by how much one may be worse (0)")
     parser.option("--root", parse=str, metavar="DIR", default=RunSettings().root, help="where runs live (runs)")
     parser.add_argument(
         "what", metavar="RUN|CHECKPOINT", help="a run's name or directory, a checkpoint, or a .safetensors file"
@@ -132,7 +143,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _one_of(words: tuple[str, ...]):  # type: ignore[no-untyped-def]
+def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in words:
             raise ConfigError(f"{text!r} is not known: {nearest(text, words)}")
@@ -142,18 +153,20 @@ def _one_of(words: tuple[str, ...]):  # type: ignore[no-untyped-def]
 
 
 def _serve(given: Namespace) -> int:
-    from paceline.core import loading
     from paceline.serve import house
-    from paceline.serve.holdout import Holdout
-    from paceline.serve.keeper import Keeper
+    from paceline.serve.keeper import Keeper, Rules
     from paceline.serve.learner import make_learner
+    from paceline.serve.prepare import make_model
     from paceline.serve.settings import Settings
     from paceline.serve.shelf import Shelf
     from paceline.serve.sources import make_source
 
-    root = Path(given.root)
-    source = make_source(given.what, root=root)
     token, where_from = _token(given)
+    run_token = os.environ.get("PACELINE_TOKEN", "") if ":" in given.what else ""
+    source = make_source(given.what, root=Path(given.root), token=run_token, codec=given.codec)
+    holdout = _holdout(given)
+    listener = _listen(given.host, given.port)
+    model, _, _ = make_model(given.model)
     settings = Settings(
         name=source.what,
         model=given.model,
@@ -171,7 +184,6 @@ def _serve(given: Namespace) -> int:
         token=token,
         drain_s=given.drain_s,
     )
-    listener = _listen(given.host, given.port)
     address = f"http://{join_address(given.host, listener.getsockname()[1])}"
     told = False
 
@@ -184,20 +196,10 @@ def _serve(given: Namespace) -> int:
     if where_from:
         _say(where_from)
 
-    def keeper(shelf: Path) -> Keeper:
-        holdout = Holdout(_made(loading, given.holdout, "--holdout"), given.metric) if given.holdout else None
-        model = _made(loading, given.model, "--model")
-        return Keeper(Shelf(shelf), source, model=model, holdout=holdout, say=_say)
+    def make_keeper(shelf: Path) -> Keeper:
+        return Keeper(Shelf(shelf), source, Rules(every_s=given.every_s), model=model, holdout=holdout, say=_say)
 
-    return house.serve(settings, listener, keeper, make_learner(source), say=_say, started=started)
-
-
-def _made(loading: Any, text: str, option: str) -> Any:
-    """What FILE:FUNCTION returns."""
-    module, where, name = loading.named(text)
-    if not name:
-        raise ConfigError(f"{option} {text!r}: name a function too, as in train.py:{option[2:]}")
-    return loading.function(module, name, where)()
+    return house.serve(settings, listener, make_keeper, make_learner(source), say=_say, started=started)
 
 
 def _label(text: str) -> tuple[tuple[int, ...], str]:
@@ -209,6 +211,26 @@ def _label(text: str) -> tuple[tuple[int, ...], str]:
         return (), text
     sizes, kind = shape(text)
     return tuple(sizes), kind
+
+
+def _holdout(given: Namespace) -> Holdout | None:
+    if not given.holdout:
+        if given.metric or given.tolerance:
+            raise ConfigError("--metric and --tolerance are of a holdout: give --holdout too")
+        return None
+    from paceline.core import loading
+    from paceline.serve.holdout import Holdout
+
+    module, where, name = loading.named(given.holdout)
+    if not name:
+        raise ConfigError(f"--holdout {given.holdout!r}: name the function that returns it, as in data.py:holdout")
+    metric = given.metric or "accuracy"
+    if ":" in metric:
+        of, _, called = loading.named(metric)
+        metric = getattr(of, called, None)
+        if not callable(metric):
+            raise ConfigError(f"--metric {given.metric!r} is no function")
+    return Holdout(loading.function(module, name, where)(), metric, given.tolerance)
 
 
 def _token(given: Namespace) -> tuple[str, str]:

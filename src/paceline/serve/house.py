@@ -48,6 +48,7 @@ _WATCH_S = 1.0
 _SILENT_S = 30.0  # a replica that does not answer for so long is stuck
 _BACKLOG = 2048
 _SLACK_S = 5.0
+_FIRST_S = 3.0  # in which a version that is there is taken, or refused
 
 
 class Seat:
@@ -362,6 +363,11 @@ def serve(
         keeper = make_keeper(directory / SHELF)
         keeper.start()
         try:
+            if not keeper.wait(_FIRST_S):
+                stands = keeper.state()
+                if stands.refusals:
+                    raise ConfigError(stands.refusals[-1].reason)
+                say(f"waits for the first version: {stands.source}")
             house = functools.partial(House, settings, listener, directory, keeper, learner, say=say, started=started)
             return asyncio.run(_run(house))
         finally:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,11 @@ from torch import nn
 
 from paceline.core import loading
 from paceline.core.errors import ConfigError, TimedOut
+from paceline.serve import forms
+from paceline.serve.bodies import wanted
+from paceline.serve.choice import choose
 from paceline.serve.engine import Engine
-from paceline.serve.fields import inputs_of
+from paceline.serve.fields import Field, inputs_of
 from paceline.serve.settings import Settings
 from paceline.serve.shelf import Shelf
 from paceline.serve.swap import Swap
@@ -39,24 +43,42 @@ class Prepared(NamedTuple):
 
 def prepare(settings: Settings, shelf: Path) -> Prepared:
     """ConfigError says what of the model or its inputs does not fit."""
-    threads = settings.threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
-    torch.set_num_threads(threads)
-    module, where, name = loading.named(settings.model)
+    model, module, where = make_model(settings.model)
+    inputs = inputs_of(model, module, settings.inputs, where)
+    forward = forms.set_precision(model, settings.precision)
+    share = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    _try(forward, inputs)
+    choice = choose(settings, share, forward, model, inputs, shelf.parent)
+    swap = Swap(model, Shelf(shelf), cast=settings.precision != "fp32")
+    _await_first(swap)
+    most = settings.max_batch_size
+    chosen = forms.formed(choice.form, forward, model, inputs, most)
+    engine = Engine(chosen, inputs, swap, most, sizes=forms.sizes(choice.form, most))
+    took_s = engine.warm()
+    return Prepared(engine, took_s > _BESIDE_S, choice.said, lambda: torch.set_num_threads(choice.threads))
+
+
+def make_model(text: str) -> tuple[nn.Module, ModuleType, str]:
+    """What FILE:FUNCTION makes, in evaluation mode; the module in which the function is, and how it was named."""
+    module, where, name = loading.named(text)
     if not name:
-        raise ConfigError(
-            f"--model {settings.model!r}: name the function that makes the model, as in train.py:make_model"
-        )
+        raise ConfigError(f"--model {text!r}: name the function that makes the model, as in train.py:make_model")
     model = loading.function(module, name, where)()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{settings.model} returned a {type(model).__name__}, not an nn.Module")
-    model.eval()
-    fields = inputs_of(model, module, settings.inputs, where)
-    swap = Swap(model, Shelf(shelf))
-    _await_first(swap)
-    engine = Engine(model, fields, swap, settings.max_batch_size)
-    took_s = engine.warm()
-    said = f"{threads} thread{'s' * (threads > 1)}, a full batch in {took_s * 1e3:.2f} ms"
-    return Prepared(engine, took_s > _BESIDE_S, said, lambda: torch.set_num_threads(threads))
+        raise ConfigError(f"{text} returned a {type(model).__name__}, not an nn.Module")
+    return model.eval(), module, where
+
+
+def _try(forward: forms.Forward, inputs: list[Field]) -> None:
+    """Does the model take what it is said to take?"""
+    batch = [torch.zeros((1, *field.shape), dtype=field.dtype) for field in inputs]
+    try:
+        with torch.inference_mode():
+            forward(*batch)
+    except Exception as error:
+        raise ConfigError(
+            f"the model does not take {wanted(inputs)}: {type(error).__name__}: {error}; give --input as it takes them"
+        ) from error
 
 
 def _await_first(swap: Swap) -> None:
