@@ -121,3 +121,19 @@ def test_sharded_gpt_tells_its_plan_and_learns() -> None:
     (loss,) = re.findall(r"last loss: (\d+\.\d+) per character", first.output)
     assert float(loss) < 4.2  # as good as guessing among the characters is 4.6; it has begun to learn
     assert "plan:" not in second.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_online_follows_a_camera_that_turns(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    words = ["--still", "2000", "--turning", "3200", "--out", "curves.svg"]
+    command = [sys.executable, str(EXAMPLES / "online.py"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    follows, stays = (float(number) for number in re.findall(r"(\d+\.\d)% right", done.stdout))
+    assert follows > 50
+    assert follows > stays + 25
+    picture = (tmp_path / "curves.svg").read_text()
+    curves = re.findall(r'points="([^"]+)"', picture)
+    assert [len(curve.split()) > 30 for curve in curves] == [True, True]

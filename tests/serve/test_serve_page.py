@@ -1,4 +1,4 @@
-"""The page at / in a real browser, and what it is made of: figures, charts, orders, a token, and words that stay words."""
+"""The page at / in a real browser: figures, charts, orders, a token, and words from outside that stay words."""
 
 from __future__ import annotations
 
@@ -177,9 +177,7 @@ def test_orders_by_click(server: Served, tab: Tab) -> None:
     tab.until("!document.querySelector('#paused').hidden")
     until(lambda: server.predict([ITEM])[1]["version"] == 1, "answers by version 1")
     tab.click("#rollback")  # there is nothing before it: the page says why
-    tab.until(
-        "document.querySelector('#said.ill') && document.querySelector('#said').innerText.includes('no version before 1')"
-    )
+    tab.until("(document.querySelector('#said.ill') || {innerText: ''}).innerText.includes('no version before 1')")
     tab.click("#resume")
     tab.until("document.querySelector('#paused').hidden")
     tab.click("#versions tr:last-child .pin")

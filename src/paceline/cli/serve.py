@@ -191,7 +191,7 @@ def _serve(given: Namespace) -> int:
         nonlocal told
         if not told:
             told = True
-            _say(f"answers at {address}/predict, described at {address}/docs ({settings.replicas} replicas, {said})")
+            _say(f"answers at {address}/predict, page at {address}/, described at {address}/docs ({settings.replicas} replicas, {said})")
 
     if where_from:
         _say(where_from)

@@ -172,8 +172,8 @@
     const { ready = 0, ...others } = status.replicas;
     const all = Object.values(others).reduce((a, b) => a + b, ready);
     const tiles = [
-      ["requests/s", number(newest("answered"))], ["p50", number(newest("p50_ms"), "ms")], ["p99", number(newest("p99_ms"), "ms")],
-      ["waiting", number(newest("queue"))], ["on the holdout", number(newest("metric"))], ["replicas ready", `${ready} of ${all}`],
+      ["requests/s", number(newest("answered"))], ["p50, ms", number(newest("p50_ms"))], ["p99, ms", number(newest("p99_ms"))],
+      ["waiting", number(newest("queue"))], ["holdout", number(newest("metric"))], ["replicas", `${ready} of ${all}`],
       ["answered", number(status.answered)], ["refused", number(status.refused)],
     ];
     at("tiles").replaceChildren(...tiles.map(([name, value]) => {
