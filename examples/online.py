@@ -3,8 +3,8 @@
     python examples/online.py                     about a minute; writes online.svg
 
 It starts the run of online_train.py and two servers of it. Each image is classified by both, then its label comes in
-and goes back into the run through /learn. The model begins with nothing. When the camera starts to turn, one server is told
-to take no further versions (as one would serve a checkpoint), the other goes on following.
+and goes back into the run through /learn. The model begins with nothing. When the camera starts to turn, one server is
+told to take no further versions (as one would serve a checkpoint), the other goes on following.
 """
 
 from __future__ import annotations
