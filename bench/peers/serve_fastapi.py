@@ -45,4 +45,5 @@ async def raw(request: Request) -> Response:
 
 if __name__ == "__main__":
     port, workers = map(int, sys.argv[1:])
-    uvicorn.run("bench.peers.serve_fastapi:app", port=port, workers=workers, log_level="error", access_log=False)
+    options = {"log_level": "error", "access_log": False, "timeout_worker_healthcheck": 120}  # torch takes a while
+    uvicorn.run("bench.peers.serve_fastapi:app", port=port, workers=workers, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -124,9 +125,11 @@ class Served:
 
     def replicas(self) -> list[int]:
         """Their process numbers."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        pids = [pid for task in tasks for pid in task.read_text().split()]
-        found = [int(p) for p in pids if b"paceline.serve.replica" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        found = []
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # one that has just ended
+                pids = task.read_text().split()
+                found += [int(pid) for pid in pids if _is_replica(pid)]
         return sorted(found)
 
     def stop(self) -> int:
@@ -145,6 +148,12 @@ class Served:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _is_replica(pid: str) -> bool:
+    with contextlib.suppress(OSError):
+        return b"paceline.serve.replica" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def weights(directory: Path, model: str = "make") -> Path:

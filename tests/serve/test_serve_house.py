@@ -24,7 +24,7 @@ def test_a_killed_replica_is_started_again_and_counts_stay(tmp_path: Path) -> No
         counted = served.metric("requests_total", 'code="200"')
         first, second = served.replicas()
         os.kill(first, signal.SIGKILL)
-        until(lambda: first not in served.replicas())
+        until(lambda: "has ended (signal 9)" in served.text)
         for _ in range(6):
             assert served.predict(X)[0] == 200  # by the other one, while it is away
         until(lambda: served.metric("replicas", 'state="ready"') == 2)
@@ -32,7 +32,6 @@ def test_a_killed_replica_is_started_again_and_counts_stay(tmp_path: Path) -> No
         assert served.predict(X)[0] == 200
         assert served.metric("requests_total", 'code="200"') == counted + 7
         assert served.metric("replica_starts_total") == 3
-        assert "replica 0 has ended (signal 9)" in served.text or "replica 1 has ended (signal 9)" in served.text
         assert served.stop() == 0
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.serve.holdout import Holdout
 
 _PIP = "pip install 'paceline[serve]'"
+_MOST_REPLICAS = 4  # by default: each has a model of its own in memory
 _TOKEN = "PACELINE_SERVE_TOKEN"
 _EPILOG = """\
 examples:
@@ -77,7 +78,9 @@ def _parser() -> Parser:
     parser.option(
         "--token-file", parse=str, metavar="FILE", help="that holds the token; on loopback none is asked for without"
     )
-    parser.option("--replicas", parse=whole(1), metavar="N", help="processes with a model each (one for each core)")
+    parser.option(
+        "--replicas", parse=whole(1), metavar="N", help="processes with a model each (one for each core, 4 at most)"
+    )
     parser.option("--threads", parse=whole(1), metavar="T", help="per replica (measured)")
     parser.option(
         "--max-batch-size",
@@ -172,7 +175,7 @@ def _serve(given: Namespace) -> int:
         model=given.model,
         inputs=tuple((tuple(sizes), kind) for sizes, kind in given.input or ()),
         label=given.label,
-        replicas=given.replicas or len(os.sched_getaffinity(0)),
+        replicas=given.replicas or min(_MOST_REPLICAS, len(os.sched_getaffinity(0))),
         threads=given.threads or 0,
         max_batch_size=given.max_batch_size,
         max_queue_delay_us=given.max_queue_delay_us,

@@ -180,7 +180,8 @@ class House:
             try:
                 process = self._start(seat)
                 await self._attend(seat)
-                code = await asyncio.to_thread(process.wait)
+                self._hang_up(seat)  # no connection more, although it may not have ended yet
+                code = await asyncio.to_thread(_ended, process)
             finally:
                 self._leave(seat)
             if self._ending.is_set():
@@ -240,17 +241,20 @@ class House:
 
     def _leave(self, seat: Seat) -> None:
         """Forget a replica that has ended, but not what it has counted."""
-        if seat.line:
-            seat.line.close()
-        if seat.lane:
-            seat.lane.close()
+        self._hang_up(seat)
         if seat.process and seat.process.poll() is None:
             seat.process.kill()
             seat.process.wait()
         ended = msgspec.structs.replace(seat.counts, queue=0, connections=0, version=0)
         self._gone = counts.total([self._gone, ended])
-        seat.line = seat.lane = seat.process = None
-        seat.ready, seat.connections, seat.counts = False, 0, Counts()
+        seat.process, seat.connections, seat.counts = None, 0, Counts()
+
+    def _hang_up(self, seat: Seat) -> None:
+        if seat.line:
+            seat.line.close()
+        if seat.lane:
+            seat.lane.close()
+        seat.line, seat.lane, seat.ready = None, None, False
 
     async def _watch(self) -> None:
         """Ask replicas for their counts; one that does not answer for long is killed."""
@@ -384,6 +388,15 @@ def _environment(settings: Settings) -> dict[str, str]:
     """Threads are set before torch is imported, so that all threads of the replica agree."""
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.replicas)
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a replica that has hung up."""
+    try:
+        return process.wait(_SLACK_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _how(code: int) -> str:
