@@ -288,7 +288,7 @@ class Keeper:
             self._lost_since, self._why, self._pause_s = 0.0, "", _SOON_S
             if update:
                 self._seen = update.version, update.made_at
-        if update:
+        if update and update.tensors:  # else all is as it was
             self._merged.take(update)
             self._candidate = update.version, update.made_at
 
