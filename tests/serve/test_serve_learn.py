@@ -134,7 +134,7 @@ def test_labels_teach_the_model_that_answers_and_a_dead_run_is_told(
             tab.until(f"document.querySelector('#health').innerText.includes('goes on with version {version}')")
             assert tab.value("document.querySelector('#health').matches('.ill')") == status(server)["standing"]["lost"]
             assert tab.text("#version") == f"version {version}"
-            tab.until("document.querySelector('#learned.ill')")
+            tab.until("document.querySelector('#learned').matches('.ill')")
             assert "samples given to the run" in tab.text("#learned")
             if folder := os.environ.get("PICTURES"):
                 tab.size(1200, 900)
