@@ -1,4 +1,4 @@
-"""What is frozen costs nothing: in every strategy it is not sent and has no state, and it can thaw while a run goes on."""
+"""What is frozen is not sent and has no state, in every strategy, and it can thaw while a run goes on."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_thaws_is_trained_as_by_all_reduce(name: str) -> None:
 
 
 def test_async_local_says_that_it_cannot_take_over_what_thaws() -> None:
-    with pytest.raises(ConfigError, match="Thaw it before run.optimizer"):
+    with pytest.raises(ConfigError, match=r"Thaw it before run\.optimizer"):
         together(2, lambda g: steps(g, AsyncLocal(every=1), thaw=True), limit_s=60.0)
 
 
