@@ -206,7 +206,7 @@ def test_they_are_computed_once_and_stale_ones_refused(tmp_path: Path) -> None:
     model[2][1].running_mean += 1  # buffers count
     with pytest.raises(ConfigError, match="is stale, it was made with other weights: remove its directory"):
         features(model, "2", data, tmp_path)
-    first.paths[3].write_bytes(b"torn")
+    first.paths[0].write_bytes(b"torn")
     with pytest.raises(ConfigError, match=r"no file of transfer.features, or not whole"):
         features(model, "2", data, tmp_path)
 

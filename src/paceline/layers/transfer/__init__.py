@@ -19,9 +19,9 @@ from paceline.layers.transfer.depth import Gradual, gradual, groups
 from paceline.layers.transfer.features import Features, features
 from paceline.layers.transfer.files import Loading, load, save
 from paceline.layers.transfer.freezing import freeze, unfreeze
-from paceline.layers.transfer.fusion import Concat, Gated, WeightedSum
+from paceline.layers.transfer.fusion import Concat, Gated, Taps, WeightedSum
 from paceline.layers.transfer.heads import Head, head
-from paceline.layers.transfer.lora import LoRAEmbedding, LoRALinear, load_lora, lora, merge, save_lora
+from paceline.layers.transfer.lora import LoRAConv1D, LoRAEmbedding, LoRALinear, load_lora, lora, merge, save_lora
 from paceline.layers.transfer.sharing import share
 from paceline.layers.transfer.suggesting import Probe, Suggestion, suggest
 from paceline.layers.transfer.tasks import TaskData, Tasks
@@ -32,11 +32,13 @@ __all__ = [
     "Gated",
     "Gradual",
     "Head",
+    "LoRAConv1D",
     "LoRAEmbedding",
     "LoRALinear",
     "Loading",
     "Probe",
     "Suggestion",
+    "Taps",
     "TaskData",
     "Tasks",
     "WeightedSum",

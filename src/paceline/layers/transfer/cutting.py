@@ -64,7 +64,10 @@ def outputs(model: nn.Module, names: Mapping[str, nn.Module], x: Any) -> dict[st
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            found.setdefault(name, first_of(out, name))
+            if name not in found:
+                value = first_of(out, name)
+                # A module behind it may change it in place.
+                found[name] = value.clone() if len(found) + 1 < len(names) else value
             if len(found) == len(names):
                 raise _Enough
 
