@@ -10,12 +10,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from fashion_mnist import DEBIAN, idx
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from fashion_mnist import DEBIAN, idx
 from paceline import transfer
 
 LABELS = 100  # a kind
