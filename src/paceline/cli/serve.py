@@ -194,7 +194,8 @@ def _serve(given: Namespace) -> int:
         nonlocal told
         if not told:
             told = True
-            _say(f"answers at {address}/predict, page at {address}/, described at {address}/docs ({settings.replicas} replicas, {said})")
+            where = f"{address}/predict, page at {address}/, described at {address}/docs"
+            _say(f"answers at {where} ({settings.replicas} replicas, {said})")
 
     if where_from:
         _say(where_from)
