@@ -108,7 +108,7 @@ def labelled(inputs: Sequence[Field], label: Field) -> dict[str, Any]:
 
 def result(outputs: Sequence[Field]) -> dict[str, Any]:
     """The answer of /predict that has a result."""
-    named = {field.name: _items(field) for field in outputs}
+    named = {field.name: _items(field, out=True) for field in outputs}
     inner = named["outputs"] if list(named) == ["outputs"] else _object(named)
     content = {JSON: {"schema": _object({"outputs": inner, "version": {"type": "integer"}})}, SAFETENSORS: _BINARY}
     header = {"description": "The version that made the result", "schema": {"type": "integer"}}
@@ -130,8 +130,9 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _items(field: Field) -> dict[str, Any]:
-    words = {float: "number", int: "integer", bool: "boolean"}
+def _items(field: Field, *, out: bool = False) -> dict[str, Any]:
+    """JSON has no nan and no infinity: a result that is one goes out as null."""
+    words = {float: ["number", "null"] if out else "number", int: "integer", bool: "boolean"}
     schema: dict[str, Any] = {"type": words[field.kind]}
     for size in reversed(field.shape):
         schema = {"type": "array", "items": schema, "minItems": size, "maxItems": size}
