@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from _browser import PROGRAM, WHY, browser
-from _served import Served, until
+from _serving import Served, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from _browser import PROGRAM, WHY, browser
 from _browser import Page as Tab
-from _served import NET, Served, until
+from _serving import NET, Served, until
 from safetensors.torch import save_file
 
 from paceline.serve.page import make_page
