@@ -30,11 +30,13 @@ EVIL = "<img src=x onerror=window.hit=1><b>w<b>.safetensors"
 needs_browser = pytest.mark.skipif(not PROGRAM, reason=WHY)
 
 
-def put(path: Path, shift: float) -> None:
-    """Weights that are those of `make`, moved; in one go."""
+def put(path: Path, shift: float, more: str = "") -> None:
+    """Weights that are those of `make`, moved, and one more; in one go."""
     space: dict[str, Any] = {}
     exec(NET, space)
     state = {name: tensor + shift for name, tensor in space["make"]().state_dict().items()}
+    if more:
+        state[more] = torch.zeros(2)
     part = path.with_suffix(".part")
     save_file(state, part)
     os.replace(part, path)
@@ -191,6 +193,15 @@ def test_orders_by_click(server: Served, tab: Tab) -> None:
     tab.click("#resume")
     tab.until("document.querySelector('#paused').hidden")
     assert not tab.faults
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_refused_version_is_told(server: Served, tab: Tab) -> None:
+    put(server.directory / EVIL, 0.0, more="<b>other</b>")
+    tab.until("document.querySelector('#reasons').innerText.includes('<b>other</b>')")
+    assert tab.value("document.querySelectorAll('main b').length") == 0
+    assert tab.text("#version") == "version 2"
 
 
 @needs_browser

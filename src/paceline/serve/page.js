@@ -187,6 +187,11 @@
     at("rollback").disabled = standing.versions.length < 2;
     for (const [names, draw] of charts) draw(status.now, seconds.at, names.map((name) => seconds[name]));
     showVersions(status);
+    at("refusals").hidden = !standing.refusals.length;
+    at("reasons").replaceChildren(...standing.refusals.slice(-5).reverse().map((refusal) => {
+      const version = refusal.source_version === null ? "" : `version ${refusal.source_version} at its source: `;
+      return element("li", "", `${ago(status.now - refusal.at)} ago, ${version}${refusal.reason}`);
+    }));
     at("learning").hidden = !learning;
     if (learning) {
       at("learned").textContent = `${number(learning.uploaded)} samples given to the run, ${number(learning.waiting)} wait, `
