@@ -7,7 +7,7 @@ in `Predict`, so they answer alike. What only the parent knows (counts of all re
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -27,7 +27,7 @@ Relay = Callable[[str, int | None], Awaitable[tuple[int, str, bytes]]]  # order,
 class Pin(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /versions/pin."""
 
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=1, le=description.MOST)]
 
 
 def make_app(predict: Predict, relay: Relay, ready: Callable[[], str]) -> FastAPI:
