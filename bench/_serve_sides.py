@@ -90,8 +90,8 @@ class Side:
         failed = int(_found(r"Non-2xx or 3xx responses: (\d+)", text, "0"))
         failed += sum(map(int, re.findall(r"(?:connect|read|write|timeout) (\d+)", text)))
         return Load(
-            _milliseconds(_found(r"50%\s+(\S+)", text)),
-            _milliseconds(_found(r"99%\s+(\S+)", text)),
+            _milliseconds(_found(r"\n\s+50%\s+(\S+)", text)),
+            _milliseconds(_found(r"\n\s+99%\s+(\S+)", text)),
             float(_found(r"Requests/sec:\s+(\S+)", text)),
             failed,
             spent / max(1, requests) * 1e6,

@@ -1,6 +1,7 @@
-"""LitServe with batches: `python -m bench.peers.serve_litserve PORT WORKERS BATCH TIMEOUT_S API_SERVERS KIND`."""
+"""LitServe with batches: `python -m bench.peers.serve_litserve PORT WORKERS BATCH TIMEOUT_S API_SERVERS KIND`.
 
-from __future__ import annotations
+It reads the types of decode_request, so they are no strings here.
+"""
 
 import sys
 from typing import Any
@@ -18,7 +19,7 @@ class Json(litserve.LitAPI):
         torch.set_num_threads(1)
         self.model = make()
 
-    def decode_request(self, request: dict[str, Any]) -> torch.Tensor:
+    def decode_request(self, request: dict) -> torch.Tensor:
         return torch.tensor(request["inputs"])
 
     def batch(self, inputs: list[torch.Tensor]) -> torch.Tensor:

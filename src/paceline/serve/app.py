@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -31,7 +31,7 @@ Relay = Callable[[str | list[bytes], int | None], Awaitable[tuple[int, str, byte
 class Pin(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /versions/pin."""
 
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=1, le=description.MOST)]
 
 
 def make_app(predict: Predict, labelled: Labelled, relay: Relay, ready: Callable[[], str]) -> FastAPI:

@@ -10,6 +10,7 @@ from paceline.serve.settings import JSON, SAFETENSORS
 
 TEXT = "Answers requests with a model, and follows its training. Every result names the version that made it."
 
+MOST = (1 << 63) - 1  # that a message can carry
 _ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
 _SAID = {JSON: {"schema": _ERROR}}
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -71,7 +72,7 @@ PIN = {
             JSON: {
                 "schema": {
                     "type": "object",
-                    "properties": {"version": {"type": "integer"}},
+                    "properties": {"version": {"type": "integer", "minimum": 1, "maximum": MOST}},
                     "required": ["version"],
                     "additionalProperties": False,
                 }
