@@ -28,7 +28,7 @@ _OF_TASKS = (
     *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_TRES_PER_TASK"),
     *("SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE"),
 )
-_STEP = ("--overlap", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0")
+_STEP = ("--overlap", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0", "--quiet")  # it has much to say of signals
 
 
 @dataclass(frozen=True, kw_only=True)
