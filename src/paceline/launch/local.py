@@ -124,6 +124,8 @@ class LocalJob(RecordedJob):
 
     def _close(self) -> None:
         self._rendezvous.close()
+        if self._spec.away:
+            self._spec.away.on_end()
 
     def _made_good(self, outcome: Outcome) -> Outcome:
         """With servers: who was killed over the report takes nothing from it, if nobody was ended for that."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -99,6 +99,7 @@ class Away:
     port: int = 0
     rooms: Mapping[str, Room] = field(default_factory=dict)  # by the host's name
     way: Road | None = None
+    on_end: Callable[[], None] = lambda: None  # gives back what the way has taken
 
 
 @dataclass(frozen=True, kw_only=True)
