@@ -141,6 +141,13 @@ class Slurm:
         daemon.wait()
         self._end_all_on(node)
 
+    def mend(self) -> None:
+        """Start the daemons of nodes that were killed, and wait until they can be used again."""
+        for node in self.nodes:
+            if node not in self._running:
+                self.start(node)
+        self._await_nodes()
+
     def cancel_all(self) -> None:
         """End all jobs, and wait until the nodes are free."""
         jobs = self.run("squeue", "--noheader", "--format=%A").split()
