@@ -100,6 +100,8 @@ class Desk:
                 for number, kind, data in ray.get(self._actors[host].read.remote(_READ_S)):
                     self._tell(number, kind + data)
         except Exception as error:  # of many kinds, and one of them when we are shut down
+            with contextlib.suppress(Exception):  # it is gone, whatever Ray calls that; else its members must go too
+                ray.kill(self._actors[host])
             self._lose(host, first_line(error))
 
     def _lose(self, host: str, why: str) -> None:
