@@ -135,9 +135,12 @@ def test_members_end_with_the_launcher_however_it_ends(place: Place, strategy: s
 
 def test_what_members_print_and_log_is_where_rays_users_look(place: Place) -> None:
     with under_way(place, "-n", "2"):
-        printed = [file.read_text() for file in (place.nodes.session / "logs").glob("worker-*.out")]
-        ours = [text for text in printed if str(place.folder) in text and re.search(r"step \d+ size 2\b", text)]
-        assert len(ours) == 2  # an actor on each node
+
+        def ours() -> list[str]:
+            printed = [file.read_text() for file in (place.nodes.session / "logs").glob("worker-*.out")]
+            return [text for text in printed if str(place.folder) in text and re.search(r"step \d+ size 2\b", text)]
+
+        place.until(lambda: len(ours()) == 2)  # an actor on each node
 
 
 def test_a_run_on_a_cluster_of_its_own_may_have_more_members_than_cores(place: Place) -> None:

@@ -59,6 +59,7 @@ class Engine:
         Option(field="sync", help="let Ray copy the working directory to the hosts first"),
     )
     spreads: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
 
     address: str = ""
     cpus: float = 1.0

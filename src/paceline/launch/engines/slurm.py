@@ -55,6 +55,7 @@ class Engine:
         Option(field="interface", metavar="NAME", help="of the launcher's node, by which others reach it"),
     )
     spreads: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
 
     partition: str = ""
     account: str = ""

@@ -43,6 +43,7 @@ class Engine:
         Option(field="sync", help="copy the working directory to the hosts first"),
     )
     spreads: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
 
     ssh: str = "ssh"
     python: str = ""
