@@ -50,7 +50,7 @@ def test_each_command_does_what_the_page_says(place: Place, tmp_path: Path) -> N
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
             if "--detach" in line:
-                place.until(lambda: "step 10\n" in place.paceline("logs", "big").stdout)
+                place.until(lambda: "step 10 size" in place.paceline("logs", "big").stdout)
     finally:
         if (place.folder / "runs" / "big").exists():
             place.paceline("stop", "big", "--kill")

@@ -110,6 +110,9 @@ class Asked:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             assert self._process.stdin
@@ -217,7 +220,12 @@ class Preflight:
 
     def _on_all(self, hosts: Sequence[str], work: Callable[[str], Any]) -> dict[str, Any]:
         with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as pool:
-            return dict(zip(hosts, pool.map(work, hosts)))
+            try:
+                return dict(zip(hosts, pool.map(work, hosts)))
+            except BaseException:  # a Ctrl-C, which those who wait for an answer do not hear
+                for asked in list(self._asked.values()):
+                    asked.kill()
+                raise
 
 
 def compare(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.launch import preflight
+from paceline.launch.interruptible import interruptible
 from paceline.launch.preflight import HERE, Preflight, Report, Way
 from paceline.launch.spec import Away, Elastic, JobSpec, Room
 
@@ -39,7 +40,7 @@ class Needs:
 
 def look(way: Way, needs: Needs, files: Callable[[Preflight], None], say: Callable[[str], None]) -> None:
     """ConfigError where the hosts do not have what the run needs; `files` sees to what it needs of those."""
-    with Preflight(way, list(needs.rooms)) as flight:
+    with interruptible(), Preflight(way, list(needs.rooms)) as flight:
         flight.meet(needs.cwd)
         judge(flight.report, needs)
         files(flight)

@@ -43,7 +43,8 @@ try:
     from paceline.launch.beforehand import shows_gpu
 except ImportError:
     shows_gpu = lambda: True
-said = [socket.gethostname(), platform.python_version(), version("torch"), version("paceline"), this_host(), shows_gpu()]
+versions = [platform.python_version(), version("torch"), version("paceline")]
+said = [socket.gethostname(), *versions, this_host(), shows_gpu()]
 os.write(1, f"paceline-rank {json.dumps(said)}\\n".encode())  # at once: others write to the same place
 """
 
@@ -128,8 +129,8 @@ class Engine:
         lacking = sorted({rank[0] for rank in ranks[: spec.num_members] if not rank[5]})
         if spec.settings.device.startswith("cuda") and lacking:
             raise ConfigError(
-                f"--device {spec.settings.device}: host {', '.join(lacking)}, where mpirun would start members, shows no "
-                "GPU; name other hosts to --mpirun, or use --device cpu"
+                f"--device {spec.settings.device}: host {', '.join(lacking)}, where mpirun would start members, shows "
+                "no GPU; name other hosts to --mpirun, or use --device cpu"
             )
 
     def start(self, spec: JobSpec, shown: Shown) -> MpiJob:

@@ -22,6 +22,7 @@ from paceline.environment.paceline import VARIABLES
 from paceline.launch import preflight, preview, probe
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
+from paceline.launch.interruptible import interruptible
 from paceline.launch.local import Local, LocalJob
 from paceline.launch.on_ray.cluster import PIP, Cluster, Share
 from paceline.launch.on_ray.desk import Desk
@@ -155,8 +156,9 @@ class Engine:
         return RayGround(share, least, most, labels, address=self.address, working_dir=working_dir, stays=stays)
 
     def _enter(self, ground: RayGround, spec: JobSpec, shown: Shown) -> tuple[Cluster, int]:
-        found, slots = ground.enter()
-        hosts = self._meet(ground, spec)
+        with interruptible():
+            found, slots = ground.enter()
+            hosts = self._meet(ground, spec)
         what = "a Ray cluster of our own" if found.own else f"the Ray cluster at {found.address}"
         shown.say(f"{what}: {slots} slot{'' if slots == 1 else 's'} on {', '.join(hosts)}")
         return found, slots
