@@ -156,6 +156,7 @@ class LocalJob(RecordedJob):
             notice_s=self._notice_s,
             grace_s=self._grace_s,
             losable=losable,
+            serving=range(workers, self._size),
             again=self._again,
             stopped=[
                 Stopped(self._spec.silence_s, self._goes_on, ranks=losable),
