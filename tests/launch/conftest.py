@@ -22,4 +22,3 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def site(slurm: Slurm, tmp_path: Path) -> Iterator[Site]:
     yield Site(tmp_path / "work", slurm)
     slurm.cancel_all()
-    slurm.mend()

@@ -122,7 +122,7 @@ def environment() -> dict[str, str]:
 
 def paceline(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", "run", "--on", "mpi", "--mpirun", MPIRUN, *words]
-    return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=400)
 
 
 @needs_mpirun

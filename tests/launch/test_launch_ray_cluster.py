@@ -17,7 +17,7 @@ from tests.launch._ray import Place, nodes, place, without_ray
 from tests.launch._scripts import LONG
 
 __all__ = ["nodes", "place"]
-pytestmark = [without_ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [without_ray, pytest.mark.slow]
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 
 

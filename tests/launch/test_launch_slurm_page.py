@@ -26,7 +26,6 @@ def test_the_page_has_commands() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_each_command_does_what_the_page_says(site: Site, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name, words in (("paceline", f"{sys.executable} -m paceline"), ("python", sys.executable)):

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import PacelineError
-from tests.launch._slurm import DIGITS, LIMIT_S, Site
+from tests.launch._slurm import DIGITS, LIMIT_S, Site, started
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 def free_port() -> int:
@@ -176,16 +176,18 @@ def test_srun_alone_is_a_run(site: Site, nodes: int) -> None:
     assert accuracy(done.stdout) >= 97.0
 
 
-def test_a_node_that_is_lost_is_its_members_lost(site: Site) -> None:
-    job = site.submit("-n", "1:2", "--nodes", "2", "long.py")
-    site.until(lambda: "trains" in site.log(), "the first steps")
-    batch = site.slurm.run("scontrol", "show", "job", job).partition("BatchHost=")[2].split()[0]
-    other = next(node for node in site.slurm.nodes if node != batch)
-    site.slurm.kill(other)
-    site.until(lambda: re.search(rf"host {other} was silent .*; the others go on", site.said()), "the loss")
-    before = steps(site)
-    site.until(lambda: steps(site) > before, "another step")
-    assert site.state(job) == "RUNNING"
+def test_a_node_that_is_lost_is_its_members_lost(tmp_path: Path) -> None:
+    with contextlib.closing(started(tmp_path / "slurm")) as slurm:  # nobody else has use for it then
+        site = Site(tmp_path / "work", slurm)
+        job = site.submit("-n", "1:2", "--nodes", "2", "long.py")
+        site.until(lambda: "trains" in site.log(), "the first steps")
+        batch = slurm.run("scontrol", "show", "job", job).partition("BatchHost=")[2].split()[0]
+        other = next(node for node in slurm.nodes if node != batch)
+        slurm.kill(other)
+        site.until(lambda: re.search(rf"host {other} was silent .*; the others go on", site.said()), "the loss")
+        before = steps(site)
+        site.until(lambda: steps(site) > before, "another step")
+        assert site.state(job) == "RUNNING"
 
 
 @pytest.mark.parametrize("options", [("--strategy", "async"), ("--mesh", "shard=2")])

@@ -275,7 +275,7 @@ class Agent:
             self._kill()
 
     def _are_alone(self, now: float) -> bool:
-        """Whether those who serve have been without the others for too long: these may have joined and never trained."""
+        """Whether those who serve were without the others for too long: these may have joined and never trained."""
         others = [p for p in self._processes if p.rank not in self._serving]
         if self._due or any(p.code is None for p in others):
             self._alone_at = None

@@ -141,15 +141,6 @@ class Slurm:
         daemon.wait()
         self._end_all_on(node)
 
-    def mend(self) -> None:
-        """Start the daemons of nodes that were killed, and wait until they can be used again."""
-        for node in self.nodes:
-            if node not in self._running:
-                self.start(node)
-                with contextlib.suppress(PacelineError):  # it is not down yet, or comes back by itself
-                    self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        self._await_nodes(3 * _LIMIT_S)  # a controller takes long to believe in one that it has given up
-
     def cancel_all(self) -> None:
         """End all jobs, and wait until the nodes are free."""
         jobs = self.run("squeue", "--noheader", "--format=%A").split()
@@ -202,17 +193,17 @@ class Slurm:
                 start_new_session=True,
             )
 
-    def _await_nodes(self, limit_s: float = _LIMIT_S) -> None:
+    def _await_nodes(self) -> None:
         def idle() -> bool:
             with contextlib.suppress(PacelineError):  # the controller is not up yet
                 told = self.run("sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D")
                 return told.strip() == str(len(self.nodes))
             return False
 
-        self._await(idle, "slurmctld", limit_s)
+        self._await(idle, "slurmctld")
 
-    def _await(self, ready: Callable[[], bool], name: str, limit_s: float = _LIMIT_S) -> None:
-        deadline = time.monotonic() + limit_s
+    def _await(self, ready: Callable[[], bool], name: str) -> None:
+        deadline = time.monotonic() + _LIMIT_S
         while not ready():
             if any(daemon.poll() is not None for daemon in self._running.values()) or time.monotonic() > deadline:
                 said = [(self.dir / f"{one}.out").read_text(errors="replace")[-2000:] for one in self._running]
