@@ -121,3 +121,18 @@ def test_sharded_gpt_tells_its_plan_and_learns() -> None:
     (loss,) = re.findall(r"last loss: (\d+\.\d+) per character", first.output)
     assert float(loss) < 4.2  # as good as guessing among the characters is 4.6; it has begun to learn
     assert "plan:" not in second.output
+
+
+@pytest.mark.slow
+def test_transfer_on_two_members(tmp_path: Path) -> None:
+    """Pictures that are brighter the higher the kind, so that few tell them apart."""
+    generator = torch.Generator().manual_seed(0)
+    for part, num in ("train", 1200), ("t10k", 200):
+        kinds = torch.arange(num) % 10
+        noise = torch.randint(0, 20, (num, 28, 28), generator=generator)
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte", noise + 24 * kinds[:, None, None])
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte", kinds)
+    first, second = pair("transfer.py", "--data", str(tmp_path), "--epochs", "3", "--before", "4", limit_s=240)
+    assert "freeze up to" in first.output
+    assert len(accuracies(first.output)) == 1
+    assert accuracies(second.output) == []

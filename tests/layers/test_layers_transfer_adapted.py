@@ -190,12 +190,12 @@ def test_they_are_computed_once_and_stale_ones_refused(tmp_path: Path) -> None:
     model, data = chain(), samples()
     freeze(model, "0", "2")
     first = features(model, "2", data, tmp_path)
-    written = first.path.stat().st_mtime_ns
+    written = [path.stat().st_mtime_ns for path in first.paths]
     with torch.no_grad():
         model[4].weight += 1  # above the cut
     again = features(model, "2", data, tmp_path)
-    assert again.path.stat().st_mtime_ns == written
-    assert torch.equal(again.columns[0], first.columns[0])
+    assert [path.stat().st_mtime_ns for path in again.paths] == written
+    assert torch.equal(again[19][0], first[19][0])
     for stale, told in [
         ((model, "3", data), "at the cut '2', not '3'"),
         ((model, "2", samples(21)), "from other samples"),
@@ -204,9 +204,9 @@ def test_they_are_computed_once_and_stale_ones_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"is stale, it was made {told}"):
             features(*stale, tmp_path)
     model[2][1].running_mean += 1  # buffers count
-    with pytest.raises(ConfigError, match="is stale, it was made with other weights: remove it, or name another"):
+    with pytest.raises(ConfigError, match="is stale, it was made with other weights: remove its directory"):
         features(model, "2", data, tmp_path)
-    first.path.write_bytes(b"torn")
+    first.paths[0].write_bytes(b"torn")
     with pytest.raises(ConfigError, match=r"no file of transfer.features, or not whole"):
         features(model, "2", data, tmp_path)
 

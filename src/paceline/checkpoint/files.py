@@ -3,6 +3,7 @@
     checkpoints/step-00000120/manifest.json        names every file with its size and SHA-256; written last
                               shared.safetensors   what is the same on all members: model, optimizer, loader
                               rank-0.safetensors   one per member: random states, the strategy's own state
+                              frozen.safetensors   parameters that are not trained; a link where it is as before
     checkpoints/.writing-…                         one that is being written; becomes step-… by a rename
 
 There is one writer. Members hand it their own parts as bytes (`part.pack`), so hosts need no directory in
@@ -20,7 +21,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from paceline.checkpoint import durable, manifest, part, shelf, tree
+from paceline.checkpoint.frozen import Frozen
 from paceline.checkpoint.manifest import Entry, Manifest
 from paceline.checkpoint.part import Snapshot
 from paceline.checkpoint.shelf import Loaded
@@ -48,7 +50,7 @@ class Written(NamedTuple):
     path: Path
     step: int
     seconds: float  # in the background
-    bytes: int
+    bytes: int  # that were written, besides links
     note: str  # what went wrong without harming it; "" when nothing did
 
 
@@ -67,6 +69,7 @@ class Checkpoints:
         self._pending: Future[Written] | None = None
         self._last: Snapshot | None = None
         self._buffer: torch.Tensor | None = None  # the memory of the last snapshot, for the next one
+        self._frozen: Frozen | None = None  # what the last snapshot has left to it
         self._number = 0
         self._refused: set[Path] = set()
         durable.remove_leftovers(self.directory)
@@ -76,15 +79,23 @@ class Checkpoints:
         """Whether a checkpoint is being written: a snapshot taken now would wait for it."""
         return self._pending is not None and not self._pending.done()
 
-    def snapshot(self, state: Any) -> Snapshot:
+    def snapshot(self, state: Any, frozen: Set[int] = frozenset()) -> Snapshot:
         """Copy `state` to host memory. Valid until the next snapshot, which reuses the memory.
+
+        `frozen`: addresses of tensors that are not expected to change; they are copied and written when they have.
 
         Waits for a write under way, since its bytes are in that memory: only one copy is ever held.
         """
         self._wait()
         self._last = None
         try:
-            self._last = Snapshot(state, self._buffer)
+            self._last = Snapshot(state, self._buffer, frozen)
+            if not self._last.frozen:
+                self._frozen = None
+            elif self._frozen is None or not self._frozen.is_of(self._last.frozen):
+                self._frozen = None  # frees its memory
+                self._frozen = Frozen(self._last.frozen)
+            self._last.frozen = {}
         except MemoryError as error:
             raise CheckpointFailed(f"no checkpoint now: {error}; training can go on") from None
         self._buffer = self._last.buffer
@@ -104,7 +115,7 @@ class Checkpoints:
             raise ConfigError("meta must be a dict with string keys and no tensors; tensors go into the state")
         self._wait()
         future: Future[Written] = Future()
-        arguments = (future, step, shared, list(own), coded)
+        arguments = (future, step, shared, list(own), coded, self._frozen)
         threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
         self._pending = future
         return future
@@ -138,7 +149,7 @@ class Checkpoints:
             wait_for([self._pending], timeout=limit_s)
         if self.busy:
             return False
-        self._buffer = self._last = None
+        self._buffer = self._last = self._frozen = None
         return True
 
     def _newest(self, take: Callable[[Path], Taken], on_refused: Callable[[str], None]) -> Taken | None:
@@ -165,10 +176,16 @@ class Checkpoints:
     # What follows runs in the writing thread.
 
     def _write(
-        self, future: Future[Written], step: int, shared: Snapshot, own: list[bytes | bytearray], meta: dict[str, Any]
+        self,
+        future: Future[Written],
+        step: int,
+        shared: Snapshot,
+        own: list[bytes | bytearray],
+        meta: dict[str, Any],
+        frozen: Frozen | None,
     ) -> None:
         try:
-            written = self._write_now(step, shared, own, meta)
+            written = self._write_now(step, shared, own, meta, frozen)
         except (OSError, CheckpointError) as error:
             reason = str(error)
             if isinstance(error, OSError) and error.strerror:
@@ -184,7 +201,14 @@ class Checkpoints:
         else:
             future.set_result(written)
 
-    def _write_now(self, step: int, shared: Snapshot, own: list[bytes | bytearray], meta: dict[str, Any]) -> Written:
+    def _write_now(
+        self,
+        step: int,
+        shared: Snapshot,
+        own: list[bytes | bytearray],
+        meta: dict[str, Any],
+        frozen: Frozen | None,
+    ) -> Written:
         began = time.monotonic()
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = durable.hidden(self.directory, "writing")
@@ -193,6 +217,11 @@ class Checkpoints:
             files = [_put(temporary / manifest.SHARED, shared.pieces())]
             for rank, data in enumerate(own):
                 files.append(_put(temporary / manifest.own_name(rank), [part.open_seal(data)]))
+            size = sum(entry.bytes for entry in files)
+            if frozen:
+                entry, written = frozen.put(temporary, self.directory)
+                files.append(entry)
+                size += entry.bytes if written else 0
             known = [found.number for _, found in shelf.newest_first(self.directory)]
             self._number = 1 + max([self._number, *known])
             whole = Manifest(step=step, number=self._number, created=time.time(), size=len(own), meta=meta, files=files)
@@ -203,8 +232,10 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         durable.sync_directory(self.directory)
+        if frozen:
+            frozen.settle(path, files[-1])
         note = self._prune(path)
-        return Written(path, step, time.monotonic() - began, sum(entry.bytes for entry in files), note)
+        return Written(path, step, time.monotonic() - began, size, note)
 
     def _publish(self, temporary: Path, step: int) -> Path:
         """Give the final name. A checkpoint that has it already stays, and this one is called step-…-2."""

@@ -14,6 +14,7 @@ from paceline.core.errors import CheckpointError
 NAME = "manifest.json"
 FORMAT = "paceline-checkpoint-1"
 SHARED = "shared.safetensors"
+FROZEN = "frozen.safetensors"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +70,7 @@ def read(directory: Path) -> Manifest:
         raise CheckpointError(f"{NAME} was altered or torn ({error})") from None
     if render(manifest) != data:
         raise CheckpointError(f"{NAME} was altered: it does not match its own checksum")
-    if [entry.name for entry in manifest.files] != [SHARED, *map(own_name, range(manifest.size))]:
+    names = [entry.name for entry in manifest.files if entry is not manifest.files[-1] or entry.name != FROZEN]
+    if names != [SHARED, *map(own_name, range(manifest.size))]:
         raise CheckpointError(f"{NAME} does not list one file per member and {SHARED}")
     return manifest

@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, BinaryIO
@@ -32,9 +32,11 @@ class Snapshot:
     and clear every page (2.8 with large pages), and at 10 GB/s into memory that was used before.
     """
 
-    def __init__(self, state: Any, buffer: torch.Tensor | None = None) -> None:
+    def __init__(self, state: Any, buffer: torch.Tensor | None = None, frozen: Set[int] = frozenset()) -> None:
         flat = tree.flatten(state)
-        slots = layout.arrange(flat.tensors)
+        # By address: what is kept elsewhere, and only named here. It is not copied.
+        self.frozen = {name: t for name, t in flat.tensors.items() if t.numel() and t.data_ptr() in frozen}
+        slots = layout.arrange({name: t for name, t in flat.tensors.items() if name not in self.frozen})
         text = json.dumps(flat.structure, separators=(",", ":"), allow_nan=False)
         self.head = layout.head(slots, {"format": "pt", "paceline": "1", "state": text})
         size = slots[-1].end if slots else 0
@@ -43,9 +45,9 @@ class Snapshot:
             buffer = _host_memory(size, pinned=bool(devices))
         self.buffer = buffer
         self._data = buffer[:size]
-        for slot in slots:
-            place = self._data[slot.start : slot.end].view(slot.dtype).view(slot.shape)
-            place.copy_(flat.tensors[slot.name], non_blocking=bool(devices))
+        self.copies = {s.name: self._data[s.start : s.end].view(s.dtype).view(s.shape) for s in slots}
+        for name, place in self.copies.items():
+            place.copy_(flat.tensors[name], non_blocking=bool(devices))
         for device in devices:
             torch.cuda.synchronize(device)
 
@@ -101,8 +103,11 @@ def open_seal(data: bytes | bytearray | memoryview) -> memoryview:
     return body
 
 
-def read(file: BinaryIO, size: int) -> tuple[Any, str]:
-    """The state in a file of `size` bytes, and the file's SHA-256, taken beside the reading."""
+def read(file: BinaryIO, size: int, frozen: Mapping[str, torch.Tensor] | None = None) -> tuple[Any, str]:
+    """The state in a file of `size` bytes, and the file's SHA-256, taken beside the reading.
+
+    `frozen`: tensors that the state names and another file has.
+    """
     digest = hashlib.sha256()
     with ThreadPoolExecutor(1) as beside:  # one thread, so the order of updates is the order of reads
 
@@ -134,4 +139,4 @@ def read(file: BinaryIO, size: int) -> tuple[Any, str]:
             structure = json.loads(metadata["state"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"it does not hold a state of Paceline ({error!r})") from None
-    return rebuild.unflatten(structure, tensors), digest.hexdigest()
+    return rebuild.unflatten(structure, {**(frozen or {}), **tensors}), digest.hexdigest()

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from paceline.checkpoint import manifest, part, rebuild
 from paceline.checkpoint.manifest import Entry, Manifest
 from paceline.core.errors import CheckpointError
@@ -54,7 +56,7 @@ def newest_first(directory: Path, refused: Refused | None = None) -> list[tuple[
 def verify(path: Path) -> Path:
     """`path`, after every file was compared with the manifest; CheckpointError names one that differs."""
     for entry in manifest.read(path).files:
-        _verify_file(path, entry)
+        verify_file(path, entry)
     return path
 
 
@@ -62,12 +64,13 @@ def load(path: Path) -> Loaded:
     """Read one checkpoint, each file once; CheckpointError names the one that is torn or altered."""
     found = manifest.read(path)
     shared, *own = found.files
+    frozen = _read_frozen(path, own.pop()) if own and own[-1].name == manifest.FROZEN else {}
     with _naming(shared.name), (path / shared.name).open("rb", buffering=0) as file:
         _compare("size", shared.bytes, os.fstat(file.fileno()).st_size)
         try:
-            state, sha256 = part.read(file, shared.bytes)
+            state, sha256 = part.read(file, shared.bytes, frozen)
         except CheckpointError:
-            _verify_file(path, shared)  # a wrong checksum explains more than what came of it
+            verify_file(path, shared)  # a wrong checksum explains more than what came of it
             raise
         _compare("SHA-256", shared.sha256, sha256)
     parts = []
@@ -81,7 +84,20 @@ def load(path: Path) -> Loaded:
     return Loaded(path, found.step, rebuild.unflatten(found.meta, {}), state, parts)
 
 
-def _verify_file(path: Path, entry: Entry) -> None:
+def _read_frozen(path: Path, entry: Entry) -> dict[str, torch.Tensor]:
+    with _naming(entry.name), (path / entry.name).open("rb", buffering=0) as file:
+        _compare("size", entry.bytes, os.fstat(file.fileno()).st_size)
+        try:
+            tensors, sha256 = part.read(file, entry.bytes)
+        except CheckpointError:
+            verify_file(path, entry)
+            raise
+        _compare("SHA-256", entry.sha256, sha256)
+    return dict(tensors)
+
+
+def verify_file(path: Path, entry: Entry) -> None:
+    """CheckpointError where a file is not what the manifest says."""
     with _naming(entry.name), (path / entry.name).open("rb") as file:
         _compare("size", entry.bytes, os.fstat(file.fileno()).st_size)
         _compare("SHA-256", entry.sha256, hashlib.file_digest(file, "sha256").hexdigest())

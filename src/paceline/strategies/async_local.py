@@ -26,7 +26,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.words import whole
 from paceline.optim import DelayedNesterov
 from paceline.server.gates import Apart, Gate
-from paceline.strategies.replicas import names_of
+from paceline.strategies.replicas import has_thawed, is_trained, names_of
 from paceline.strategies.server import Served
 from paceline.strategies.strategy import World
 
@@ -68,6 +68,12 @@ class AsyncLocal(Served):
             )
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = {id(p) for apart in self._apart for p in apart.parameters}
+        if self._world is not None and has_thawed(optimizer, known):
+            raise ConfigError(
+                "a parameter was frozen when run.optimizer was called, and is trained now: workers that train apart "
+                "cannot take it over. Thaw it before run.optimizer, or use another strategy, such as diloco"
+            )
         return self._world is None or self._world.tally.weight > 0  # a batch of fillers teaches nothing
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -162,7 +168,9 @@ class _Apart:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         self.optimizer = optimizer
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if is_trained(p)]
+        if not self.parameters:
+            raise ConfigError("async_local: all parameters of the optimizer are frozen, so there is nothing to learn")
         self.anchors = [torch.nn.Parameter(_wide(p)) for p in self.parameters]
         names, known = names_of(model), {id(p): a for p, a in zip(self.parameters, self.anchors)}
         named = {names.get(id(p), f"optimizer.{i}"): known.get(id(p), p) for i, p in enumerate(self.parameters)}

@@ -40,7 +40,7 @@ from paceline.strategies.hosting import Guests, make_guests
 from paceline.strategies.outer import Make, Outer, make_outer
 from paceline.strategies.plan import Plan
 from paceline.strategies.reducers import Auto, LowRank, Method
-from paceline.strategies.replicas import make_equal, names_of
+from paceline.strategies.replicas import has_thawed, is_trained, make_equal, names_of
 from paceline.strategies.round_state import RoundState
 from paceline.strategies.rounds import Rounds, refuse_threads
 from paceline.strategies.schedule import Every, Overlap, make_every, make_overlap
@@ -203,6 +203,7 @@ class Local:
 
     def finish(self, optimizer: torch.optim.Optimizer) -> bool:
         """A batch of fillers, which only keeps this member in step, teaches nothing."""
+        self._take_thawed()
         if self._warm:
             return self._warm.finish(optimizer)
         if self._inner and self._sites and self._sites.inside.group.size > 1:
@@ -285,6 +286,7 @@ class Local:
         """Go on from what was loaded, which others have agreed on: with this member's part in it, or without."""
         assert self._state is not None
         assert self._attending is not None
+        self._take_thawed(loaded=True)
         self._state.take_over(work)
         self._attending.end(counted=included)
         if self._shown:
@@ -342,6 +344,7 @@ class Local:
     def load_own_state(self, states: Sequence[dict[str, Any]]) -> None:
         if self._rounds is None or self._state is None:
             return
+        self._take_thawed(loaded=True)
         if self._warm and self._steps >= self.warmup:
             self._part(self._rounds)
         if self._warm:
@@ -403,19 +406,30 @@ class Local:
                 "site, and so are those with the same --label site-NAME"
             )
 
+    def _take_thawed(self, *, loaded: bool = False) -> None:
+        """Take over what is trained and was frozen; `loaded`: it is equal on all who have loaded it."""
+        for model, optimizer in self._pairs:
+            if has_thawed(optimizer, self._owned):
+                self._adopt(model, optimizer, {}, equal=loaded)
+
     def _adopt(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, buffers: dict[str, torch.Tensor]
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        buffers: dict[str, torch.Tensor],
+        *,
+        equal: bool = False,
     ) -> None:
         """Take over the parameters that are new; all start as on the first member."""
         world, rounds = self._now
         names, new = names_of(model), {}
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
-                if id(p) not in self._owned:
+                if id(p) not in self._owned and is_trained(p):  # what is frozen is the same on all, until it thaws
                     new[names.get(id(p), f"optimizer.{i}.{j}")] = p
         mine = {id(p) for p in new.values()}
         others = {names[id(p)]: p for p in model.parameters() if id(p) not in self._owned | mine}
-        if not self._warm:  # which has made them equal
+        if not self._warm and not equal:  # which has made them equal
             world.do(lambda group: make_equal(group, new | others, buffers))
         self._owned |= mine
         rounds.adopt(list(new.items()))

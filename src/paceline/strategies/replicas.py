@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 
@@ -18,6 +18,16 @@ _LARGE_BYTES = 1 << 20
 def names_of(model: torch.nn.Module) -> dict[int, str]:
     """Names by identity, without the prefix that torch.compile adds; a tied parameter goes by its first name."""
     return {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
+
+
+def is_trained(p: torch.Tensor) -> bool:
+    """Whether a parameter is; one that is frozen, and has no gradient that a script made by hand, is not."""
+    return p.requires_grad or p.grad is not None
+
+
+def has_thawed(optimizer: torch.optim.Optimizer, known: Set[int]) -> bool:
+    """Whether something is trained now whose id is not among these: a strategy knows nothing of what is frozen."""
+    return any(is_trained(p) and id(p) not in known for group in optimizer.param_groups for p in group["params"])
 
 
 def make_equal(group: Group, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:

@@ -35,7 +35,7 @@ from paceline.strategies.fetched import Fetched
 from paceline.strategies.front import Front, front_of
 from paceline.strategies.held import Held
 from paceline.strategies.options import optimizer_name, options_of
-from paceline.strategies.replicas import make_equal, names_of
+from paceline.strategies.replicas import has_thawed, is_trained, make_equal, names_of
 from paceline.strategies.strategy import World
 from paceline.transport.hub import HubGroup
 
@@ -66,6 +66,7 @@ class Served:
         self._client: Client | None = None  # None on workers for which another one pushes
         self._service: Service | None = None  # the shard that lives with this worker
         self._models: list[torch.nn.Module] = []
+        self._pairs: dict[int, tuple[torch.nn.Module, torch.optim.Optimizer]] = {}  # by id of the optimizer
         self._tables: dict[int, list[Held]] = {}  # by id of the optimizer
         self._owned: set[int] = set()  # ids of parameters
         self._wishes = 0
@@ -84,6 +85,7 @@ class Served:
         self._world = world
         if not self._met:
             self._meet(world)
+        self._pairs[id(optimizer)] = model, optimizer
         new = not any(m is model for m in self._models)
         if new:
             self._models.append(model)
@@ -95,7 +97,7 @@ class Served:
 
     def extend(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._tables:
-            self._adopt(self._models[-1], optimizer)
+            self._adopt(*self._pairs[id(optimizer)])
 
     def reduced(self) -> None:
         pass
@@ -111,9 +113,16 @@ class Served:
         world, held = self._world, self._tables.get(id(optimizer))
         if world is None or held is None:
             return True
+        if has_thawed(optimizer, self._owned):
+            self._adopt(*self._pairs[id(optimizer)])
         known = {id(p) for each in held for p in each.parameters}
+        if not known:
+            raise ConfigError(
+                "optimizer.step(): all parameters of this optimizer are frozen, so there is nothing to push. Freeze "
+                "fewer of them, or leave this step out"
+            )
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(p) not in known:
+            if is_trained(p) and id(p) not in known:
                 raise ConfigError(
                     f"the optimizer holds a parameter of shape {tuple(p.shape)} that the servers do not: it was put "
                     "into param_groups by hand. Use optimizer.add_param_group"
@@ -289,6 +298,9 @@ class Served:
         if world is None:
             self._fetched.kept = []
             return
+        for model, optimizer in self._pairs.values():
+            if has_thawed(optimizer, self._owned):  # the checkpoint says what is trained
+                self._adopt(model, optimizer)
         self._fetched.store(self._all(), states, first=world.group.rank == 0)
         world.group.barrier()
         for each in self._all():
@@ -360,9 +372,9 @@ class Served:
             (p, names.get(id(p), f"optimizer.{i}.{j}"), i)
             for i, group in enumerate(optimizer.param_groups)
             for j, p in enumerate(group["params"])
-            if id(p) not in self._owned
+            if id(p) not in self._owned and is_trained(p)  # what is frozen is not the servers', until it thaws
         ]
-        extra = {} if self._tables.get(id(optimizer)) else {
+        extra = {} if id(optimizer) in self._tables else {
             name: p for p, name in ((p, names[id(p)]) for p in model.parameters()) if id(p) not in self._owned
         }  # fmt: skip
         make_equal(world.group, extra | {name: p for p, name, _ in found}, {})

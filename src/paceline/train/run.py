@@ -31,6 +31,7 @@ from paceline.train import metrics
 from paceline.train.ending import Ending
 from paceline.train.feeding import Feeding, refuse_given
 from paceline.train.groups import SavedOptimizer
+from paceline.train.left_out import left_out
 from paceline.train.light import MODEL
 from paceline.train.loop import Loop
 from paceline.train.meter import Meter
@@ -244,6 +245,8 @@ class Run(Models):
             late=late,
         )
         self._loop.warn_of_untracked()
+        for message in left_out(self._models, self._optimizers):
+            self._warn(message)
         if first >= count > 0:
             self._warn(f"all {count} epochs are done: nothing is left to train; raise their number, or use --fresh")
         yield from self._loop.epochs(first, count)

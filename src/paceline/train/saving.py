@@ -122,7 +122,7 @@ class Saver:
             return
         shared = {name: self.state_of(part) for name, part in self.parts.items()}
         try:
-            snapshot = self._checkpoints.snapshot(shared)  # waits for the write before it
+            snapshot = self._checkpoints.snapshot(shared, self._frozen())  # waits for the write before it
             self.report()
             self._pending = self._checkpoints.write(
                 step,
@@ -133,6 +133,11 @@ class Saver:
         except CheckpointFailed as error:
             self._events.emit("checkpoint_failed", step=step, reason=str(error))
         self._last_at = time.monotonic()
+
+    def _frozen(self) -> set[int]:
+        """Where parameters lie that are not trained."""
+        models = [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
+        return {p.data_ptr() for model in models for p in model.parameters() if not p.requires_grad}
 
     def report(self, *, wait: bool = False) -> None:
         """Tell what became of the last checkpoint, if it is known."""

@@ -4,7 +4,8 @@ names      what a pattern means                  freezing   freeze and unfreeze,
 depth      rates by depth, gradual thawing       files      load what fits and say so, save a part
 heads      other classes                         lora       low-rank adapters
 cutting    a model in two                        features   the frozen part computed once, on disk
-suggesting where to cut, by linear probes        fusion     features of several models together
+suggesting where to cut, by linear probes        fusion     features of several layers or models together
+sharing    parts of two models that are one      tasks      one body, several heads, each with its own data
 
 >>> import paceline
 >>> from torch import nn
@@ -18,10 +19,12 @@ from paceline.layers.transfer.depth import Gradual, gradual, groups
 from paceline.layers.transfer.features import Features, features
 from paceline.layers.transfer.files import Loading, load, save
 from paceline.layers.transfer.freezing import freeze, unfreeze
-from paceline.layers.transfer.fusion import Concat, Gated, WeightedSum
+from paceline.layers.transfer.fusion import Concat, Gated, Taps, WeightedSum
 from paceline.layers.transfer.heads import Head, head
-from paceline.layers.transfer.lora import LoRAEmbedding, LoRALinear, load_lora, lora, merge, save_lora
+from paceline.layers.transfer.lora import LoRAConv1D, LoRAEmbedding, LoRALinear, load_lora, lora, merge, save_lora
+from paceline.layers.transfer.sharing import share
 from paceline.layers.transfer.suggesting import Probe, Suggestion, suggest
+from paceline.layers.transfer.tasks import TaskData, Tasks
 
 __all__ = [
     "Concat",
@@ -29,11 +32,15 @@ __all__ = [
     "Gated",
     "Gradual",
     "Head",
+    "LoRAConv1D",
     "LoRAEmbedding",
     "LoRALinear",
     "Loading",
     "Probe",
     "Suggestion",
+    "Taps",
+    "TaskData",
+    "Tasks",
     "WeightedSum",
     "cut",
     "features",
@@ -47,6 +54,7 @@ __all__ = [
     "merge",
     "save",
     "save_lora",
+    "share",
     "suggest",
     "unfreeze",
 ]

@@ -58,16 +58,16 @@ class _Enough(BaseException):
 
 
 def outputs(model: nn.Module, names: Mapping[str, nn.Module], x: Any) -> dict[str, Tensor]:
-    """What these modules return for one batch; the pass ends when all have."""
+    """What these modules return for one batch; the pass ends when all have. One that runs more than once counts by its
+    first time."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if not isinstance(out, Tensor) or out.dim() == 0:
-                raise ConfigError(
-                    f"{name!r} returns a {type(out).__name__}; a tensor with a row for each sample is wanted"
-                )
-            found.setdefault(name, out.detach())
+            if name not in found:
+                value = first_of(out, name)
+                # A module behind it may change it in place.
+                found[name] = value.clone() if len(found) + 1 < len(names) else value
             if len(found) == len(names):
                 raise _Enough
 
@@ -75,7 +75,7 @@ def outputs(model: nn.Module, names: Mapping[str, nn.Module], x: Any) -> dict[st
 
     hooks = [module.register_forward_hook(keep(name)) for name, module in names.items()]
     try:
-        model(x)
+        call(model, x)
     except _Enough:
         pass
     finally:
@@ -84,6 +84,36 @@ def outputs(model: nn.Module, names: Mapping[str, nn.Module], x: Any) -> dict[st
     if left := [name for name in names if name not in found]:
         raise ConfigError(f"{left[0]!r} took no part in the model's forward pass")
     return found
+
+
+def first_of(out: Any, name: str) -> Tensor:
+    """The tensor that a module returns, or the first one of several."""
+    told = type(out).__name__
+    if isinstance(out, Mapping):
+        out = next(iter(out.values()), None)
+    elif isinstance(out, tuple | list) and out:
+        out = out[0]
+    if not isinstance(out, Tensor) or out.dim() == 0:
+        raise ConfigError(f"{name!r} returns a {told}; a tensor with a row for each sample is wanted")
+    return out
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    """The model on a batch of inputs, which may have names: `{"input_ids": ..., "attention_mask": ...}`."""
+    return model(**x) if isinstance(x, Mapping) else model(x)
+
+
+def placed(x: Any, device: torch.device) -> Any:
+    """A batch of inputs on a device."""
+    if isinstance(x, Mapping):
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in x.items()}
+    if not isinstance(x, Tensor):
+        raise ConfigError(f"the inputs of a batch are a {type(x).__name__}; a tensor is wanted, or a dict of them")
+    return x.to(device)
+
+
+def rows_of(x: Any) -> int:
+    return len(next(iter(x.values()))) if isinstance(x, Mapping) else len(x)
 
 
 @contextmanager

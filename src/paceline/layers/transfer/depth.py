@@ -1,8 +1,9 @@
 """How deep a parameter lies: the layers of a model in a row, parameter groups by depth, thawing from the top.
 
-The row is read off the tree of modules: the children of the model in their order, where a Sequential, a ModuleList or
-a module that does nothing but wrap another one is replaced by its own children. Anything else is one layer, however
-much is in it. Parameters of the model itself, such as a class token, count as the first layer.
+The row is read off the tree of modules: the children of the model in their order, where a Sequential, a ModuleList, a
+module that does nothing but wrap another one, or one with a ModuleList somewhere in it is replaced by its own children.
+Anything else is one layer, however much is in it, and so is an element of a ModuleList. Parameters of the model itself,
+such as a class token, count as the first layer.
 """
 
 from __future__ import annotations
@@ -127,14 +128,23 @@ def _patterns(model: nn.Module, layer: Layer) -> tuple[str, ...]:
     return (layer.name,) if layer.name else tuple(name for name, _ in model.named_parameters(recurse=False))
 
 
-def _row(name: str, module: nn.Module, *, root: bool = False) -> Iterator[tuple[str, list[nn.Parameter]]]:
+def _row(
+    name: str, module: nn.Module, *, root: bool = False, listed: bool = False
+) -> Iterator[tuple[str, list[nn.Parameter]]]:
+    """`listed`: it is an element of a list of layers, or lies in one, and is not looked into for other lists."""
     own = list(module.parameters(recurse=False))
     children = [(n, child) for n, child in module.named_children() if any(True for _ in child.parameters())]
     opened = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or (len(children) == 1 and not own)
+    opened = opened or (not listed and any(_is_list(inner) for inner in module.modules()))
     if children and (root or opened):
         if own:
             yield name, own
         for child_name, child in children:
-            yield from _row(f"{name}.{child_name}" if name else child_name, child)
+            inside = listed or isinstance(module, nn.ModuleList)
+            yield from _row(f"{name}.{child_name}" if name else child_name, child, listed=inside)
     else:
         yield name, list(module.parameters())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and len(module) > 1 and any(True for _ in module.parameters())

@@ -1,7 +1,8 @@
 """Load what fits from a file of weights, and say what was done; save a part of a model.
 
-Files are safetensors, or what `torch.save(model.state_dict())` writes. A pickle can run code when it is opened, so
-those are read with `weights_only=True` and refused where they hold anything but tensors and plain values.
+Files are safetensors, or what `torch.save(model.state_dict())` writes; a checkpoint of a run is a directory of them. A
+pickle can run code when it is opened, so those are read with `weights_only=True` and refused where they hold anything
+but tensors and plain values.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from paceline.layers.transfer.names import meant, near
 
 TRAINABLE = "trainable"
 _WRAPPED = ("state_dict", "model_state_dict", "model")  # where scripts put the weights among other things
+_CHECKPOINT = ("shared.safetensors", "frozen.safetensors")  # the second where something is frozen
+_MODEL = "model.0."
 _SHOWN = 8  # names of a kind, in words
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -79,9 +82,12 @@ def load(
         raise ConfigError(f"{lazy[0]} has no shape yet: pass a batch through the model before loading")
     both = [name for name in wanted if name in found]
     shapes = {name: _difference(wanted[name], found[name]) for name in both}
+    places = {wanted[name].data_ptr() for name in both if not shapes[name] and wanted[name].numel()}
     done = Loading(
         loaded=tuple(name for name in both if not shapes[name]),
-        missing=tuple(name for name in wanted if name not in found),
+        missing=tuple(
+            n for n in wanted if n not in found and wanted[n].data_ptr() not in places
+        ),  # tied: once in a file
         other_shape=tuple(name for name in both if shapes[name]),
         unexpected=tuple(name for name in found if name not in wanted),
         shapes={name: told for name, told in shapes.items() if told},
@@ -127,7 +133,12 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, only: str | Sequence
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a file of either kind, on the CPU; which kind it is, is seen from its first bytes."""
+    """The tensors of a file of either kind, on the CPU; which kind it is, is seen from its first bytes.
+
+    A directory is a checkpoint of a run: its first model is read.
+    """
+    if Path(path).is_dir():
+        return _of_checkpoint(Path(path))
     try:
         with Path(path).open("rb") as file:
             start = file.read(9)
@@ -148,6 +159,19 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     except (RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
         raise ConfigError(f"{path} is neither safetensors nor a state dict of torch: {error}") from None
     return _tensors(state, path)
+
+
+def _of_checkpoint(directory: Path) -> dict[str, Tensor]:
+    files = [directory / name for name in _CHECKPOINT if (directory / name).exists()]
+    if not files or files[0].name != _CHECKPOINT[0]:
+        raise ConfigError(
+            f"{directory} is no checkpoint: name one, such as runs/NAME/checkpoints/step-00000120, or a file"
+        )
+    tensors = {name: value for file in files for name, value in read(file).items()}
+    found = {name.removeprefix(_MODEL): value for name, value in tensors.items() if name.startswith(_MODEL)}
+    if not found:
+        raise ConfigError(f"{directory} has no model in it")
+    return found
 
 
 def write(state: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:

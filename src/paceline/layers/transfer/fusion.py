@@ -1,5 +1,6 @@
-"""Bring the features of several models or cuts together before one head.
+"""Bring the features of several layers or several models together before one head.
 
+Taps           what named modules of a model give, a row of features for each sample
 Concat         side by side                                       widths may differ
 WeightedSum    one weight for each source, softmax over them      after a projection to one width
 Gated          weights from the features, for each sample         the same
@@ -8,11 +9,45 @@ Gated          weights from the features, for each sample         the same
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError
+from paceline.layers.transfer.cutting import at_rest, named, outputs
+
+
+class Taps(nn.Module):
+    """The outputs of some modules of a model, as sources for a fusion; images and sequences are averaged.
+
+    The model's forward pass ends with the last of them. Gradients go through, but for what is frozen.
+
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))
+    >>> taps = Taps(model, "0", "2")
+    >>> taps.widths(torch.ones(1, 2)), [tuple(source.shape) for source in taps(torch.ones(5, 2))]
+    ([4, 3], [(5, 4), (5, 3)])
+    """
+
+    def __init__(self, model: nn.Module, *names: str) -> None:
+        super().__init__()
+        if not names:
+            raise ConfigError("Taps(model): the names of modules are wanted, such as 'layer1', 'layer3'")
+        for name in names:
+            named(model, name)
+        if len(set(names)) < len(names):
+            raise ConfigError(f"Taps: {', '.join(names)} has a name twice")
+        self.model = model
+        self.names = names
+
+    def forward(self, x: Any) -> tuple[Tensor, ...]:
+        found = outputs(self.model, {name: named(self.model, name) for name in self.names}, x)
+        return tuple(_row(found[name]) for name in self.names)
+
+    def widths(self, x: Any) -> list[int]:
+        """How many features each has, by one batch."""
+        with at_rest(self.model):
+            return [source.shape[-1] for source in self(x)]
 
 
 class Concat(nn.Module):
@@ -71,6 +106,12 @@ class Gated(nn.Module):
         weights = self.gate(torch.cat(given, -1)).softmax(-1)
         out: Tensor = (_projected(self.project, given) * weights.unsqueeze(-2)).sum(-1)
         return out
+
+
+def _row(out: Tensor) -> Tensor:
+    if out.dim() == 4:
+        return out.mean((2, 3))
+    return out.mean(1) if out.dim() == 3 else out
 
 
 def _projected(project: nn.ModuleList, sources: Sequence[Tensor]) -> Tensor:

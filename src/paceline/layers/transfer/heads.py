@@ -66,7 +66,16 @@ def head(
             if layer.bias is not None:
                 made.bias[there] = layer.bias[here]
     replace(model, name, made)
+    _tell(model, layer.out_features, made.out_features)
     return Head(name, made, tuple(kept), tuple(one for one in new or () if one not in kept))
+
+
+def _tell(model: nn.Module, before: int, after: int) -> None:
+    """Models of timm and transformers know the number of their classes, and some compute their loss by it."""
+    for owner in (model, getattr(model, "config", None)):
+        for field in ("num_labels", "num_classes"):
+            if getattr(owner, field, None) == before:
+                setattr(owner, field, after)
 
 
 def _present(model: nn.Module, name: str | None) -> tuple[str, nn.Linear]:

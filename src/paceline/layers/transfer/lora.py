@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import safetensors
 import torch
@@ -30,14 +31,14 @@ _ALPHAS = "paceline.lora"  # in the metadata of a file
 class _Adapter(nn.Module):
     """What both kinds share; `weight` is that of the merged layer, computed anew at each access."""
 
-    def __init__(self, base: nn.Linear | nn.Embedding, rank: int, alpha: float) -> None:
+    def __init__(self, base: Any, rank: int, alpha: float) -> None:
         super().__init__()
         rows, columns = base.weight.shape
         if not 1 <= rank <= min(rows, columns):
             raise ConfigError(f"rank={rank}: a weight of {rows}x{columns} takes 1 to {min(rows, columns)}")
         if not (math.isfinite(alpha) and alpha > 0):
             raise ConfigError(f"alpha={alpha}: a number above 0 is wanted")
-        self.base = base
+        self.base: Any = base
         self.rank = rank
         self.alpha = alpha
         self.left = nn.Parameter(base.weight.new_zeros(rows, rank))
@@ -51,7 +52,8 @@ class _Adapter(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.base.weight + self.scale * (self.left @ self.right)
+        merged: Tensor = self.base.weight + self.scale * (self.left @ self.right)
+        return merged
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, alpha={self.alpha:g}"
@@ -77,6 +79,20 @@ class LoRALinear(_Adapter):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
         return out + self.scale * F.linear(F.linear(x, self.right), self.left)
+
+
+class LoRAConv1D(_Adapter):
+    """The linear layer of GPT-2 in transformers, whose weight lies the other way round, with an adapter."""
+
+    base: nn.Module
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias  # type: ignore[return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        return out + self.scale * ((x @ self.left) @ self.right)
 
 
 class LoRAEmbedding(_Adapter):
@@ -185,19 +201,30 @@ def _some(model: nn.Module) -> dict[str, _Adapter]:
     return found
 
 
-def _plain(model: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
+def _plain(model: nn.Module) -> dict[str, Any]:
     inner = {id(adapter.base) for adapter in adapters(model).values()}
-    modules = model.named_modules()
-    return {n: m for n, m in modules if n and type(m) in (nn.Linear, nn.Embedding) and id(m) not in inner}
+    return {n: m for n, m in model.named_modules() if n and _takes_one(m) and id(m) not in inner}
+
+
+def _takes_one(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, nn.Embedding) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """By its name: nothing of transformers is imported."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
 def _adapted(
-    model: nn.Module, name: str, base: nn.Linear | nn.Embedding, rank: int, alpha: float
-) -> LoRALinear | LoRAEmbedding:
+    model: nn.Module, name: str, base: Any, rank: int, alpha: float
+) -> LoRALinear | LoRAConv1D | LoRAEmbedding:
     if others := [n for n in owners(model, base.weight) if n != name]:
         raise ConfigError(f"{name!r} shares its weight with {others[0]!r}, which an adapter would not change")
     if isinstance(base, nn.Linear):
         return LoRALinear(base, rank, alpha)
+    if _is_conv1d(base):
+        return LoRAConv1D(base, rank, alpha)
     if base.max_norm is not None or base.scale_grad_by_freq or base.sparse:
         raise ConfigError(f"{name!r}: an embedding with max_norm, scale_grad_by_freq or sparse takes no adapter")
     return LoRAEmbedding(base, rank, alpha)

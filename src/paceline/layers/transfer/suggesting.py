@@ -1,9 +1,11 @@
 """Where to cut: how well a linear probe on each layer's output already tells the classes apart.
 
-One pass over the data in eval mode takes the outputs of all layers; images are averaged over their positions. On each,
-a ridge regression to one-hot labels is solved from two thirds of the samples and tried on the others. What is suggested
-is to freeze up to the last layer that is within one standard error of the best: what comes after has not helped these
-classes, and what comes before carries what the probe needs.
+One pass over the data in eval mode takes the outputs of all layers; images are averaged over a grid of 4x4, sequences
+over their positions. On each, a ridge regression to one-hot labels is solved from two thirds of the samples and tried
+on the others, three times, so that each sample is tried once. What is suggested is to freeze up to the last layer that
+is not worse than the best by more than one standard error of their difference on the same samples: what comes after has
+not helped these classes, and what comes before carries what the probe needs. With few samples that error is large, and
+much is frozen.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.errors import ConfigError
-from paceline.layers.transfer.cutting import at_rest, named, outputs
+from paceline.layers.transfer.cutting import at_rest, named, outputs, placed
 from paceline.layers.transfer.depth import layers
 
+_GRID = 4  # positions of an image each way
 _RIDGE = 1e-2  # of the mean square of the features
 
 
@@ -53,10 +56,10 @@ def suggest(model: nn.Module, data: Dataset[Any], *, batch_size: int = 256, seed
     labels = []
     with at_rest(model):
         for batch in DataLoader(data, batch_size=batch_size):
-            if isinstance(batch, Tensor) or len(batch) != 2:
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise ConfigError("suggest wants samples of an input and a label")
             x, y = batch
-            for name, out in outputs(model, cuts, x.to(device)).items():
+            for name, out in outputs(model, cuts, placed(x, device)).items():
                 found[name].append(_flat(out).cpu().double())
             labels.append(y)
     y = torch.cat(labels) if labels else torch.empty(0)
@@ -65,20 +68,35 @@ def suggest(model: nn.Module, data: Dataset[Any], *, batch_size: int = 256, seed
             f"labels of shape {tuple(y.shape)}, {y.dtype}: whole numbers are wanted, of at least 6 samples"
         )
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    probes = tuple(Probe(name, _probe(torch.cat(parts), y, order)) for name, parts in found.items())
-    best = max(probe.accuracy for probe in probes)
-    error = math.sqrt(max(best * (1 - best), 1e-12) / (len(y) // 3))
-    chosen = [probe.cut for probe in probes if probe.accuracy >= best - error][-1]
+    right = {name: _right(torch.cat(parts), y, order) for name, parts in found.items()}
+    probes = tuple(Probe(name, float(each.mean())) for name, each in right.items())
+    best = max(right.values(), key=lambda each: float(each.mean()))
+    chosen = [name for name, each in right.items() if _no_worse(best - each)][-1]
     return Suggestion(probes, chosen, tuple(row[: row.index(chosen) + 1]))
 
 
 def _flat(out: Tensor) -> Tensor:
-    return out.flatten(2).mean(2) if out.dim() == 4 else out.flatten(1)
+    if out.dim() == 4:
+        grid = (min(_GRID, out.shape[2]), min(_GRID, out.shape[3]))
+        return nn.functional.adaptive_avg_pool2d(out, grid).flatten(1)
+    return out.mean(1) if out.dim() == 3 else out.flatten(1)
 
 
-def _probe(x: Tensor, y: Tensor, order: Tensor) -> float:
-    held = len(y) // 3
-    test, train = order[:held], order[held:]
+def _no_worse(behind: Tensor) -> bool:
+    """Whether the mean of what a layer is behind the best, sample by sample, is within its standard error."""
+    return float(behind.mean()) <= float(behind.std()) / math.sqrt(len(behind))
+
+
+def _right(x: Tensor, y: Tensor, order: Tensor) -> Tensor:
+    """For each sample, 1 where a probe that has not seen it is right, else 0."""
+    found = torch.empty(len(y), dtype=torch.float64)
+    for test in order.tensor_split(3):
+        train = order[~torch.isin(order, test)]
+        found[test] = _probe(x, y, train, test)
+    return found
+
+
+def _probe(x: Tensor, y: Tensor, train: Tensor, test: Tensor) -> Tensor:
     mean = x[train].mean(0)
     a = x - mean
     classes, target = torch.unique(y, return_inverse=True)
@@ -92,5 +110,5 @@ def _probe(x: Tensor, y: Tensor, order: Tensor) -> float:
     else:
         gram = a[train] @ a[train].T + ridge * torch.eye(len(train), dtype=a.dtype)
         weight = a[train].T @ torch.linalg.solve(gram, wanted[train] - shift)
-    right = (a[test] @ weight + shift).argmax(1) == target[test]
-    return float(right.double().mean())
+    right: Tensor = (a[test] @ weight + shift).argmax(1) == target[test]
+    return right.double()
