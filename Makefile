@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "Paceline needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,examples,tensorboard,codecs]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,examples,tensorboard,codecs,serve]'
 	@touch $@
 
 # Tests of engines skip what is not there; Ray comes from pip, the others from the system (see CONTRIBUTING.md).

@@ -28,6 +28,7 @@ import paceline
 from paceline import cli
 from paceline.cli import plan as plan_command
 from paceline.cli import run as run_command
+from paceline.cli import serve as serve_command
 from paceline.core.errors import ConfigError
 from paceline.core.settings import NAMES, Settings
 
@@ -264,6 +265,10 @@ def test_paceline_commands_are_known(
     if words[:2] == ["plan", "memory"]:  # whose file is the reader's
         plan_command._parser().parse_args(words[2:])
         return
+    if words[0] == "serve":  # whose model is the reader's
+        known = serve_command._parser().takes_value
+        assert all(word in known for word in words[1:] if word.startswith("-")), f"{where}: {line}"
+        return
     try:
         code = cli.main(words)
     except SystemExit as end:  # --help
@@ -313,6 +318,13 @@ def test_options_are_complete() -> None:
             assert re.search(
                 rf"\| `?{re.escape(f'{default:g}' if isinstance(default, float) else str(default))}`? \|$", row
             )
+
+
+def test_options_of_serve_are_complete() -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    described = set(re.findall(r"^\| (`--[^|]*)", page.partition("## paceline serve")[2].partition("\n## ")[0], re.M))
+    found = {option for cell in described for option in re.findall(r"--[a-z-]+", cell)}
+    assert found == {option for option in serve_command._parser().takes_value if option not in ("-h", "--help")}
 
 
 def test_the_run_is_complete() -> None:

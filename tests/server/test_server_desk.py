@@ -9,13 +9,12 @@ import random
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
+from _house import SHAPES, TOKEN, House, house, push, training, until
 
 import paceline
 from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut
@@ -24,14 +23,11 @@ from paceline.core.view import View
 from paceline.data import Loader
 from paceline.data.uploads import Uploads
 from paceline.server import messages as m
-from paceline.server.client import Client, Table
-from paceline.server.connection import pair
 from paceline.server.messages import UPLOADS
 from paceline.server.outside import copies as copies_module
 from paceline.server.outside import desk as desk_module
 from paceline.server.outside import outsider as outside_module
 from paceline.server.outside import visits as v
-from paceline.server.outside.desk import Desk
 from paceline.server.outside.outsider import Outsider
 from paceline.server.outside.samples import pack, unpack
 from paceline.server.outside.taking import Taker
@@ -40,104 +36,8 @@ from paceline.server.service import Service
 from paceline.transport.mesh import visit
 from paceline.transport.wires import Wires
 
-TOKEN = "a token that only this test knows"
-SHAPES = [(1500, 1000), (7,), (1500, 1000), ()]  # several chunks, so that steps can be half applied
-
 UPLOAD = v.Upload([pack((torch.zeros(2), 1))])
 TAKE = v.Take(course="0", number=0, batch_size=1, size=1)
-
-
-class House:
-    """Servers with desks, and workers."""
-
-    def __init__(self, directory: Path, workers: int, servers: int, gate: str) -> None:
-        self.directory = directory
-        self.wires = [Wires(TOKEN) for _ in range(servers)]
-        view = View(number=1, members=tuple(w.describe(r, f"host{r}") for r, w in enumerate(self.wires)))
-        self.services = [Service(limit_s=10) for _ in range(servers)]
-        self.desks = []
-        for rank, (wires, service) in enumerate(zip(self.wires, self.services)):
-            wires.join(view, rank, limit_s=10, status=Status(None))
-            desk = Desk(
-                wires,
-                range(servers),
-                directory=directory,
-                token=TOKEN,
-                strategy=gate,
-                service=lambda service=service: service,  # type: ignore[misc]
-            )
-            self.desks.append(desk)
-        self.clients = []
-        for rank in range(workers):
-            ends = [pair(rank, shared=False) for _ in self.services]
-            for service, (theirs, _) in zip(self.services, ends):
-                service.attach(theirs)
-            self.clients.append(Client(rank, [mine for _, mine in ends], limit_s=10))
-        self.gate = gate
-
-    def open(self, values: float = 0.0) -> list[Table]:
-        tensors = [Tensor(f"p{i}", shape, "float32", 0) for i, shape in enumerate(SHAPES)]
-        rule = m.Rule(optimizer="SGD", groups=[{"lr": 1.0}], gate=self.gate)
-        tables = [c.open([(t, torch.full(t.shape, values)) for t in tensors], rule) for c in self.clients]
-        tables[0].store()
-        for table in tables:
-            table.pull()
-        return tables
-
-    @property
-    def address(self) -> str:
-        return self.wires[0].view.members[0].address
-
-    def close(self) -> None:
-        for client in self.clients:
-            with contextlib.suppress(PacelineError):
-                client.close()
-        for desk, service, wires in zip(self.desks, self.services, self.wires):
-            desk.close()
-            service.close()
-            wires.close()
-
-
-@contextlib.contextmanager
-def house(directory: Path, workers: int = 1, servers: int = 1, gate: str = "sync") -> Iterator[House]:
-    made = House(directory, workers, servers, gate)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def push(table: Table, value: float = -1.0) -> None:
-    """With a rate of one, all weights rise by -value."""
-    gradients = [torch.full(slot.parameter.shape, value) for slot in table.slots]
-    table.push(gradients, [{"lr": 1.0}], weight=1.0)
-
-
-@contextlib.contextmanager
-def training(tables: list[Table]) -> Iterator[list[int]]:
-    """All workers push for as long as the block lasts; how often each has."""
-    stop, counts = threading.Event(), [0] * len(tables)
-    failures: list[BaseException] = []
-
-    def work(i: int) -> None:
-        try:
-            while not stop.is_set() and not failures:
-                push(tables[i])
-                counts[i] += 1
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(tables))]
-    for thread in threads:
-        thread.start()
-    try:
-        yield counts
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(10)
-    if failures:
-        raise failures[0]
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -193,13 +93,6 @@ def push_half(service: Service) -> None:
         shard.part(9, 0, torch.ones(chunk.numel))
 
     service.still(half)
-
-
-def until(ready: Any, limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_weights_before_there_are_any(tmp_path: Path) -> None:
@@ -267,7 +160,7 @@ def test_only_so_many_outsiders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ([b"\xff\x00 no message"], "cannot be read"),
         ([v.encode(v.Look())], "before Visit"),
-        ([v.encode(v.Visit(protocol=7))], "speaks protocol 7, the run 2"),
+        ([v.encode(v.Visit(protocol=7))], "speaks protocol 7, the run 3"),
         ([v.encode(v.Visit()), v.encode(v.Read())], "without a copy"),
         ([v.encode(v.Visit()), v.encode(v.Visit())], "out of turn"),
         ([v.encode(v.Visit()), v.encode(TAKE)], "for the members of the run"),

@@ -15,6 +15,7 @@ COMMANDS = {
     "agent": "let this host take part in an elastic run",
     "scale": "let an elastic run have more members, or fewer",
     "plan": "what each member would hold, before anything runs",
+    "serve": "answer requests with a model",
     "doctor": "check this machine, and what that means for a run",
 }
 _HELP = """\

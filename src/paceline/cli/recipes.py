@@ -16,8 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
 
-from paceline.cli import loading, runs, toml
+from paceline.cli import runs, toml
 from paceline.cli.flags import Option, Parser, Size
+from paceline.core import loading
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings
 from paceline.launch import record

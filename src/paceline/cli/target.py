@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.cli import loading
+from paceline.core import loading
 from paceline.core.errors import ConfigError, nearest
 from paceline.parallel.footprint import arguments, said
 
@@ -51,44 +49,22 @@ class Target:
 
 def find(text: str) -> Target:
     """The function that is named; a file with one that makes models need not name it."""
-    where, _, name = text.partition(":")
-    module = loading.file(Path(where)) if where.endswith(".py") or "/" in where else loading.module(where)
-    make = _called(module, name, where) if name else _only(module, where)
+    module, where, name = loading.named(text)
+    make: Callable[[], nn.Module] = loading.function(module, name, where) if name else _only(module, where)
     script = where if where.endswith(".py") else f"-m {where}"
     return Target(f"{where}:{make.__name__}", script, module, make)
 
 
-def _called(module: ModuleType, name: str, where: str) -> Callable[[], nn.Module]:
-    found = getattr(module, name, None)
-    own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-    if found is None:
-        raise ConfigError(f"{where} has no function {name!r}: {nearest(name, own)}")
-    if not callable(found):
-        raise ConfigError(f"{where}:{name} is a {type(found).__name__}, not a function that makes a model")
-    if needed := _needed(found):
-        raise ConfigError(
-            f"{where}:{name} needs {', '.join(needed)}: name a function without arguments, which makes the model"
-        )
-    made: Callable[[], nn.Module] = found
-    return made
-
-
 def _only(module: ModuleType, where: str) -> Callable[[], nn.Module]:
     for name in _USUAL:
-        if callable(getattr(module, name, None)) and not _needed(getattr(module, name)):
-            return _called(module, name, where)
+        if callable(getattr(module, name, None)) and not loading.needed(getattr(module, name)):
+            return loading.function(module, name, where)
     own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
-    kinds = [n for n, v in own.items() if isinstance(v, type) and issubclass(v, nn.Module) and not _needed(v)]
+    kinds = [n for n, v in own.items() if isinstance(v, type) and issubclass(v, nn.Module) and not loading.needed(v)]
     if len(kinds) == 1:
-        return _called(module, kinds[0], where)
+        return loading.function(module, kinds[0], where)
     which = f"one of {', '.join(kinds)}" if kinds else "a function that makes it"
     raise ConfigError(f"{where}: which model? Name {which}, as in {where}:{kinds[0] if kinds else 'make_model'}")
-
-
-def _needed(function: Any) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -11,26 +11,41 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
 from paceline.core.errors import TimedOut
+from paceline.server.outside.changes import digests_of
 from paceline.server.outside.visits import Part, Standing
 from paceline.server.service import Service
 
 _AT_ONCE = 2  # copies that readers may hold
 _PAUSE = 10.0  # times as long as a copy took, before the next
 _LOOK_S = 0.005
+_NEWS_S = 0.05  # between two looks at shards that nobody has told about
 
 
 class Copy:
     """A server's weights at one moment."""
 
-    def __init__(self, version: int, mixed: bool, parts: tuple[Part, ...], data: list[torch.Tensor]) -> None:
+    def __init__(
+        self, version: int, mixed: bool, parts: tuple[Part, ...], data: list[torch.Tensor], made_at: float
+    ) -> None:
         self.version = version
         self.mixed = mixed
         self.parts = parts
         self.data = data  # by part, flat bytes
+        self.made_at = made_at
+        self._digests: list[bytes] | None = None
+        self._counting = threading.Lock()
+
+    def digests(self) -> list[bytes]:
+        """Of the blocks of each part, taken once, however many follow."""
+        with self._counting:
+            if self._digests is None:
+                self._digests = [digests_of(data) for data in self.data]
+            return self._digests
 
 
 class _Wish:
@@ -48,13 +63,31 @@ class Copies:
         self._wishes: list[_Wish] = []  # added to at any time, taken from with the lock of the shards held
         self._alive: weakref.WeakSet[Copy] = weakref.WeakSet()
         self._next = 0.0  # when there may be another copy
-        service.look = self._look
+        self._news = threading.Condition()
+        self._seen = self.standing().version, time.time()  # and since when
+        before = service.look
+
+        def look() -> None:
+            before()
+            self._look()
+
+        service.look = look
 
     def standing(self) -> Standing:
         """How far the shards are; the version is the sum over all tables."""
         shards = [table.shard for table in list(self._service.tables.values()) if table.chunks]
         version, sync = sum(shard.version for shard in shards), all(shard.sync for shard in shards)
         return Standing(version=version, sync=sync, serves=bool(shards))
+
+    def await_newer(self, than: int, limit_s: float, over: Callable[[], bool]) -> None:
+        """Until the shards are further than this version, for so long, or until it is `over`."""
+        deadline = time.monotonic() + limit_s
+        with self._news:
+            while (left := deadline - time.monotonic()) > 0 and not over():
+                standing = self.standing()
+                if standing.version > than or not standing.serves:
+                    return
+                self._news.wait(min(left, _NEWS_S))
 
     def pin(self, at: int, limit_s: float) -> Copy | None:
         """A copy, of version `at` unless that is -1; None where that version is over or does not come in time.
@@ -78,6 +111,11 @@ class Copies:
 
     def _look(self) -> None:
         """Called whenever the shards may have changed."""
+        version = self.standing().version
+        if version != self._seen[0]:
+            with self._news:
+                self._seen = version, time.time()
+                self._news.notify_all()
         if not self._wishes:
             return
         tables = list(self._service.tables.values())
@@ -120,7 +158,7 @@ class Copies:
                 )
             )
             data.append(table.block.data[: table.nbytes].clone())
-        copy = Copy(version, mixed, tuple(parts), data)
+        copy = Copy(version, mixed, tuple(parts), data, self._seen[1])
         self._alive.add(copy)
         now = time.monotonic()
         self._next = now + _PAUSE * (now - began)

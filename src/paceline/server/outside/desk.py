@@ -19,12 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from paceline.core.directory import write_private
 from paceline.core.errors import ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server.connection import bytes_of
 from paceline.server.messages import UPLOADS
 from paceline.server.outside import visits as v
+from paceline.server.outside.changes import Trace, unlike
 from paceline.server.outside.copies import Copies, Copy
 from paceline.server.outside.inbox import Tray
 from paceline.server.outside.watching import Watching
@@ -33,6 +35,7 @@ from paceline.transport.channel import Channel
 from paceline.transport.wires import Wires
 
 MAX_VISITORS = 16
+MAX_TRACES = 4  # followers with a codec, for each of whom a copy of the weights is kept
 FILE = "desk.json"
 _IDLE_S = 60.0  # after which a visitor makes room for another, where all places are taken
 _LONGEST_S = 10.0  # that one request may wait
@@ -211,11 +214,14 @@ class Desk:
     def _answer(self, place: _Place, message: v.ToDesk) -> v.FromDesk | None:
         try:
             if isinstance(message, v.Look):
-                return self._standing()
+                return self._look(message)
             if isinstance(message, v.Pin):
                 return self._pin(place, message)
             if isinstance(message, v.Read):
                 self._read(place)
+                return None
+            if isinstance(message, v.Changes):
+                self._changes(place, message)
                 return None
             if isinstance(message, v.Watch):
                 return self._watch(place, message.wait_s)
@@ -238,6 +244,11 @@ class Desk:
         copies = self._shelf()
         return copies.standing() if copies else v.Standing(version=0, sync=True, serves=False)
 
+    def _look(self, look: v.Look) -> v.Standing:
+        if look.wait_s > 0 and (copies := self._shelf()):
+            copies.await_newer(look.newer_than, min(look.wait_s, _LONGEST_S), self._ending.is_set)
+        return self._standing()
+
     def _pin(self, place: _Place, wish: v.Pin) -> v.Pinned:
         place.copy = None
         copies = self._shelf()
@@ -252,20 +263,55 @@ class Desk:
         place.copy = copy = copies.pin(wish.at, min(max(wish.limit_s, 0.0), _LONGEST_S))
         if copy is None:
             return v.Pinned(version=copies.standing().version)
-        return v.Pinned(version=copy.version, mixed=copy.mixed, parts=copy.parts)
+        return v.Pinned(version=copy.version, mixed=copy.mixed, parts=copy.parts, made_at=copy.made_at)
 
     def _read(self, place: _Place) -> None:
         copy, place.copy = place.copy, None
         if copy is None:
             raise ConfigError("Read was said without a copy: say Pin before")
-        total = sum(part.nbytes for part in copy.parts)
-        deadline = time.monotonic() + _STUCK_S + total / _SLOWEST
-        for data in copy.data:
-            raw = bytes_of(data)
-            for start in range(0, len(raw), _PIECE_BYTES):
-                place.channel.send_raw(raw[start : start + _PIECE_BYTES])
-                if time.monotonic() > deadline:
-                    raise Interrupted("the weights were read too slowly")
+        _send(place.channel, [bytes_of(data) for data in copy.data])
+
+    def _changes(self, place: _Place, wish: v.Changes) -> None:
+        copy, place.copy = place.copy, None
+        if copy is None:
+            raise ConfigError("Changes was said without a copy: say Pin before")
+        said = self._coded(place, wish.codec, copy)
+        if said:
+            del copy  # others may have it
+            place.channel.send(v.encode(v.Changed(said[0])))
+            _send(place.channel, [bytes_of(payload) for payload in said[1]])
+            return
+        have = wish.have if len(wish.have) == len(copy.parts) else [b""] * len(copy.parts)
+        blocks = [unlike(mine, theirs) for mine, theirs in zip(copy.digests(), have)]
+        if wish.codec:
+            self._trace(place, wish.codec, copy)
+        place.channel.send(v.encode(v.Changed([v.Difference(blocks=each) for each in blocks])))
+        for data, numbers in zip(copy.data, blocks):
+            view = bytes_of(data)
+            _send(place.channel, [view[i * v.BLOCK_BYTES : (i + 1) * v.BLOCK_BYTES] for i in numbers])
+
+    def _coded(self, place: _Place, words: str, copy: Copy) -> tuple[list[v.Difference], list[torch.Tensor]] | None:
+        """A difference from what this follower holds; None where that is not known, or cannot be said so."""
+        trace, place.trace = place.trace, None
+        if not words or trace is None or not trace.fits(words, copy.parts):
+            return None
+        try:
+            said = trace.say(copy.data)
+        except PacelineError:  # nan or inf: it gets them as they are
+            return None
+        place.trace = trace
+        return said
+
+    def _trace(self, place: _Place, words: str, copy: Copy) -> None:
+        """Keep what this follower will hold."""
+        with self._lock:
+            if sum(each.traces for each in self._places.values() if each is not place) >= MAX_TRACES:
+                raise ConfigError(
+                    f"codec={words!r}: {MAX_TRACES} others follow with a codec already, and for each a copy of the "
+                    "weights is kept: follow without one, or close() one of them"
+                )
+            place.traces = True
+        place.trace = Trace(words, copy.parts, copy.data)
 
     # ---- samples
 
@@ -313,6 +359,18 @@ class _Place:
         self.busy = False
         self.watches = False  # and has not been told the end yet
         self.copy: Copy | None = None
+        self.trace: Trace | None = None  # of a follower with a codec
+        self.traces = False  # whether it has, or had, one
+
+
+def _send(channel: Channel, views: Sequence[memoryview]) -> None:
+    """Bare bytes, to one who must not take for ever."""
+    deadline = time.monotonic() + _STUCK_S + sum(map(len, views)) / _SLOWEST
+    for view in views:
+        for start in range(0, len(view), _PIECE_BYTES):
+            channel.send_raw(view[start : start + _PIECE_BYTES])
+            if time.monotonic() > deadline:
+                raise Interrupted("the weights were read too slowly")
 
 
 def read_note(directory: Path) -> Note | None:

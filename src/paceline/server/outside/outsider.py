@@ -2,6 +2,7 @@
 
     run = paceline.connect("digits")                 # a run in ./runs, on this host
     weights = run.weights()                          # names and tensors, with a version
+    for update in run.follow(): ...                  # what changes, version by version
     for progress in run.watch(): ...                 # until the run ends
     run.upload(samples)                              # into the queue that run.uploads() in the script reads
 
@@ -26,29 +27,16 @@ import torch
 from paceline.core import status
 from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut, nearest
 from paceline.server.outside import visits as v
+from paceline.server.outside.bodies import Bodies, Weights, weights_of
 from paceline.server.outside.desk import read_note
+from paceline.server.outside.desks import Desks, Pinning
+from paceline.server.outside.follower import Follower
 from paceline.server.outside.line import Line, expect
 from paceline.server.outside.samples import pack
 from paceline.server.outside.visits import Progress
-from paceline.server.placement import Placement, place
-from paceline.server.stock import offsets
 
-_PAUSE_S = 0.05
 _PATIENCE_S = 3.0  # after which one who uploads is told that nobody has asked for samples
 _BUNDLE, _BUNDLE_BYTES = 256, 1 << 20  # samples that travel together
-
-
-class Weights(dict[str, torch.Tensor]):
-    """Parameters by name, as they were on the servers.
-
-    `version` rises with every step of the servers, `versions` has each server's, and `mixed` says that these are not
-    the weights of one version: where nobody waits for anybody, some pushes are half applied, or applied on some servers
-    only.
-    """
-
-    version: int
-    versions: tuple[int, ...]
-    mixed: bool
 
 
 def connect(where: str, *, token: str = "", limit_s: float = 30.0) -> Outsider:
@@ -99,15 +87,8 @@ class Outsider:
     def __init__(self, address: str, token: str, limit_s: float) -> None:
         self.limit_s = limit_s
         self._token = token
-        first = Line(address, token, limit_s)
-        self._welcome = first.welcome
-        desks = self._welcome.desks
-        if len(desks) == 1:  # it may have been reached by another name, such as that of a tunnel
-            self._lines = [first]
-        else:
-            self._lines = [first if desk == address else Line(desk, token, limit_s) for desk in desks]
-        if first not in self._lines:
-            first.close()
+        self._desks = Desks([address], token, limit_s)
+        self._welcome = self._desks.welcome
         self._asking = threading.Lock()
 
     @property
@@ -120,13 +101,18 @@ class Outsider:
         """The run's, in words."""
         return self._welcome.strategy
 
+    @property
+    def servers(self) -> bool:
+        """Whether any hold the weights."""
+        return self._welcome.servers
+
     # ---- weights
 
     def versions(self) -> tuple[int, ...]:
         """The version of each server that holds weights."""
         self._check_servers()
         with self._asking:
-            return tuple(s.version for s in self._standings() if s.serves)
+            return tuple(s.version for s in self._desks.standings() if s.serves)
 
     def weights(self, *, newer_than: int = -1) -> Weights | None:
         """The parameters as the servers hold them now; None where their version is not higher than `newer_than`.
@@ -135,30 +121,9 @@ class Outsider:
         not with the servers.
         """
         self._check_servers()
-        deadline = time.monotonic() + self.limit_s
-        ahead, why = 0, "its script has not called run.optimizer yet"
         with self._asking:
-            while True:
-                standings = self._standings()
-                serving = [line for line, s in zip(self._lines, standings) if s.serves]
-                versions = [s.version for s in standings if s.serves]
-                if versions and min(versions) <= newer_than:
-                    return None
-                if serving:
-                    at = -1
-                    if len(serving) > 1 and all(s.sync for s in standings):
-                        at = max(versions) + ahead
-                    wait_s = min(1.0 if at > max(versions) else 2.0, max(0.0, deadline - time.monotonic()))
-                    pinned = [_pinned(answer) for answer in self._all(v.Pin(at=at, limit_s=wait_s), serving)]
-                    placed = _placed(pinned)
-                    if placed is not None:
-                        return self._read(serving, pinned, placed)
-                    # In sync all are at the same version only for a moment; one that is to come is waited for by all.
-                    ahead = (2 * ahead or 1) % 64
-                    why = "its servers were never at the same version"
-                if time.monotonic() > deadline:
-                    raise TimedOut(f"no weights of run {self.name!r} within {self.limit_s:g} s: {why}")
-                time.sleep(_PAUSE_S)
+            found = self._desks.pin(newer_than)
+            return self._read(found) if found else None
 
     def _check_servers(self) -> None:
         if not self._welcome.servers:
@@ -167,63 +132,32 @@ class Outsider:
                 "checkpoint instead, or train with --strategy sync, bounded or async. Watching and uploading work"
             )
 
-    def _standings(self) -> list[v.Standing]:
-        return [expect(answer, v.Standing) for answer in self._all(v.Look(), self._lines)]
-
-    def _all(self, message: v.ToDesk, lines: list[Line]) -> list[v.FromDesk]:
-        """Ask several desks at once."""
-        for line in lines:
-            try:
-                line.say(message)
-            except (Interrupted, AuthError) as error:  # nobody is there any more, or another listens
-                raise Interrupted(self._lost(error)) from None
-        answers: list[v.FromDesk] = []
-        for line in lines:
-            try:
-                answers.append(line.hear())
-            except Interrupted as error:  # the others' answers are read all the same
-                line.close()
-                answers.append(v.refused(Interrupted(self._lost(error))))
-        return answers
-
-    def _read(self, lines: list[Line], pinned: list[v.Pinned], placed: dict[int, Placement]) -> Weights:
-        tensors = {
-            (number, i): torch.empty(tensor.shape, dtype=tensor.torch_dtype)
-            for number, placement in placed.items()
-            for i, tensor in enumerate(placement.tensors)
-        }
-        for line in lines:
+    def _read(self, found: Pinning) -> Weights:
+        bodies = Bodies()
+        for line in found.lines:
             line.say(v.Read())
-        for line, answer in zip(lines, pinned):
+        for line, answer in zip(found.lines, found.pinned):
             for part in answer.parts:
                 body = torch.empty(part.nbytes, dtype=torch.uint8)
-                try:
-                    line.fill(body)
-                except Interrupted as error:
-                    line.close()
-                    raise Interrupted(self._lost(error)) from None
-                chunks = placed[part.table].of(part.server)
-                for at, chunk in zip(offsets(chunks), chunks):
-                    flat = body[at : at + chunk.nbytes]
-                    for piece in chunk.pieces:
-                        whole = tensors[part.table, piece.tensor].view(-1)
-                        size = whole.element_size()
-                        values = flat[piece.at * size : (piece.at + piece.numel) * size]
-                        whole[piece.start : piece.stop].view(torch.uint8).copy_(values)
-        found = Weights()
-        for (number, i), tensor in tensors.items():
-            name = placed[number].tensors[i].name
-            found[name if name not in found else f"table{number}.{name}"] = tensor
-        found.versions = tuple(answer.version for answer in pinned)
-        found.version = min(found.versions)
-        found.mixed = any(answer.mixed for answer in pinned) or len(set(found.versions)) > 1
-        return found
+                self._desks.fill(line, body)
+                bodies.put(part, body)
+        return weights_of(bodies.tensors(), found.pinned)
+
+    def follow(self, *, codec: str = "", held: Bodies | None = None) -> Follower:
+        """Follow the weights from version to version: only what has changed travels.
+
+        Args:
+            codec: say changes in fewer bytes, such as "quantize(8)"; what one version leaves unsaid is in the next.
+            held: what an earlier follower has, which need not travel again.
+        """
+        self._check_servers()
+        return Follower(Desks(self._desks.addresses, self._token, self.limit_s), codec=codec, held=held)
 
     # ---- watching
 
     def watch(self, every_s: float = 1.0) -> Iterator[Progress]:
         """How the run is getting on, at once and then about every `every_s` seconds; ends when the run does."""
-        line = Line(self._lines[0].address, self._token, self.limit_s)
+        line = Line(self._desks.lines[0].address, self._token, self.limit_s)
         progress, wait_s = Progress(state="gone"), 0.0
         with contextlib.closing(line):
             while True:
@@ -276,7 +210,7 @@ class Outsider:
         return before
 
     def _samples_said(self, message: v.Upload | v.Finish, before: int) -> v.Taken:
-        line = self._lines[0]
+        line = self._desks.lines[0]
         try:
             line.say(message)
             return expect(line.hear(), v.Taken)
@@ -285,22 +219,20 @@ class Outsider:
             raise ConfigError(f"{error} ({before} samples of this upload were taken before)") from None
         except Interrupted as error:
             line.close()
-            raise Interrupted(f"{self._lost(error)}; at least {before} samples of this upload were taken") from None
+            raise Interrupted(
+                f"{self._desks.lost(error)}; at least {before} samples of this upload were taken"
+            ) from None
 
     # ---- inside
 
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        self._desks.close()
 
     def __enter__(self) -> Outsider:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _lost(self, error: Exception) -> str:
-        return f"run {self.name!r} is over, or cannot be reached any more: {error}"
 
 
 def _bundles(samples: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -317,25 +249,6 @@ def _bundles(samples: Iterable[bytes]) -> Iterator[list[bytes]]:
         size += len(sample)
     if bundle:
         yield bundle
-
-
-def _pinned(answer: v.FromDesk) -> v.Pinned:
-    if isinstance(answer, v.Refused) and answer.kind == "TimedOut":
-        return v.Pinned(version=-1)
-    return expect(answer, v.Pinned)
-
-
-def _placed(pinned: list[v.Pinned]) -> dict[int, Placement] | None:
-    """Where everything lies, by table; None where something is missing."""
-    if any(not answer.parts for answer in pinned):
-        return None
-    parts = [part for answer in pinned for part in answer.parts]
-    placed = {p.table: place(p.tensors, p.servers, cut=p.cut, view=p.view) for p in parts}
-    for number, placement in placed.items():
-        here = {part.server for part in parts if part.table == number}
-        if not {chunk.server for chunk in placement.chunks} <= here:
-            return None
-    return placed
 
 
 def _directory(where: str) -> Path:

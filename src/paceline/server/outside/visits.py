@@ -1,9 +1,10 @@
-"""What outsiders and desks say to each other; behind a Reading the bare bytes of the weights.
+"""What outsiders and desks say to each other; weights follow as bare bytes.
 
     outsider → desk   Visit      the first word, with the protocol's version      → Welcome, or Refused
-                      Look       how far the shards are                           → Standing
+                      Look       how far the shards are, or when they are further → Standing
                       Pin        a copy of the weights, please                    → Pinned: what it is, if there is one
                       Read       the bytes of that copy                           → bare bytes, as many as Pinned said
+                      Changes    of that copy, only what I do not have            → Changed, then the bare bytes of that
                       Watch      how the run is getting on                        → Progress
                       Upload     samples for the input queue                      → Taken: so many of them
                       Finish     no more samples will come                        → Taken
@@ -20,8 +21,10 @@ import msgspec
 from paceline.core.errors import AuthError, ConfigError, Interrupted, PacelineError, TimedOut
 from paceline.server.placement import Tensor
 
-PROTOCOL = 2  # raised with every change that an older outsider would not understand
+PROTOCOL = 3  # raised with every change that an older outsider would not understand
 MAX_VISIT_BYTES = 16 << 20  # of one message from outside
+BLOCK_BYTES = 1 << 16  # of weights: what is compared, and sent or not
+DIGEST_BYTES = 16  # of a block
 
 
 class Visit(msgspec.Struct, frozen=True, tag="visit", kw_only=True):
@@ -31,8 +34,11 @@ class Visit(msgspec.Struct, frozen=True, tag="visit", kw_only=True):
     rank: int = -1
 
 
-class Look(msgspec.Struct, frozen=True, tag="look"):
-    """How far the shards are."""
+class Look(msgspec.Struct, frozen=True, tag="look", kw_only=True):
+    """How far the shards are: as soon as they are further than `newer_than`, or in so many seconds."""
+
+    newer_than: int = -1
+    wait_s: float = 0.0
 
 
 class Pin(msgspec.Struct, frozen=True, tag="pin", kw_only=True):
@@ -45,6 +51,18 @@ class Pin(msgspec.Struct, frozen=True, tag="pin", kw_only=True):
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
     """The bytes of the copy that is kept for me; then it is kept no more."""
+
+
+class Changes(msgspec.Struct, frozen=True, tag="changes", kw_only=True):
+    """Of the copy that is kept for me, what I do not have; then it is kept no more.
+
+    `have`: for each of its parts the digests of my blocks, one after another; without: I have nothing. `codec`: say it
+    in this code, as a difference from what I have since the last such answer on this connection; the first is said as
+    it is.
+    """
+
+    have: list[bytes] = []
+    codec: str = ""
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
@@ -112,6 +130,21 @@ class Pinned(msgspec.Struct, frozen=True, tag="pinned", kw_only=True):
     version: int
     mixed: bool = False  # pushes were half applied, as is usual where nobody waits
     parts: tuple[Part, ...] = ()
+    made_at: float = 0.0  # time.time() of that host when this version was first seen
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """What of one part follows: blocks as they are, or chunks in a code, of so many bytes each."""
+
+    blocks: list[int] = []
+    chunks: list[tuple[int, int]] = []
+    coded: bool = False
+
+
+class Changed(msgspec.Struct, frozen=True, tag="changed"):
+    """What follows, part by part."""
+
+    parts: list[Difference]
 
 
 class Doing(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,8 +205,8 @@ _KINDS: dict[str, type[PacelineError]] = {
     kind.__name__: kind for kind in (ConfigError, AuthError, TimedOut, Interrupted)
 }
 
-ToDesk = Visit | Look | Pin | Read | Watch | Upload | Finish | Take | Done
-FromDesk = Welcome | Standing | Pinned | Progress | Taken | Given | Soon | Refused
+ToDesk = Visit | Look | Pin | Read | Changes | Watch | Upload | Finish | Take | Done
+FromDesk = Welcome | Standing | Pinned | Changed | Progress | Taken | Given | Soon | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 _to_desk = msgspec.msgpack.Decoder(ToDesk)

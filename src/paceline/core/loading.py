@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError, nearest
 
@@ -41,6 +42,36 @@ def module(name: str) -> ModuleType:
     if not name or importlib.util.find_spec(name.partition(".")[0]) is None:
         raise ConfigError(f"there is no module {name!r}, nor is it a file: write train.py:make_model")
     return _loaded(name, lambda: importlib.import_module(name))
+
+
+def named(text: str) -> tuple[ModuleType, str, str]:
+    """FILE[:FUNCTION] or package.module[:FUNCTION]: the module, what it was called, and the function's name or ""."""
+    where, _, name = text.partition(":")
+    found = file(Path(where)) if where.endswith(".py") or "/" in where else module(where)
+    return found, where, name
+
+
+def function(module: ModuleType, name: str, where: str) -> Callable[[], Any]:
+    """That function of the module, which needs no arguments."""
+    found = getattr(module, name, None)
+    own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+    if found is None:
+        raise ConfigError(f"{where} has no function {name!r}: {nearest(name, own)}")
+    if not callable(found):
+        raise ConfigError(f"{where}:{name} is a {type(found).__name__}, not a function that makes a model")
+    if missing := needed(found):
+        raise ConfigError(
+            f"{where}:{name} needs {', '.join(missing)}: name a function without arguments, which makes the model"
+        )
+    made: Callable[[], Any] = found
+    return made
+
+
+def needed(function: Any) -> list[str]:
+    """The arguments that must be given."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
 
 
 def instead(path: Path) -> str:

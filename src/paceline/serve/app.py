@@ -1,0 +1,150 @@
+"""The pages around /predict, by FastAPI: health, readiness, metrics, versions, and a description that is true.
+
+/predict is here too, for requests that the fast lane leaves (large or chunked bodies, other kinds of clients); both end
+in `Predict`, so they answer alike. What only the parent knows (counts of all replicas, versions) is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paceline.serve import description
+from paceline.serve.fields import Field
+from paceline.serve.predict import VERSION, Answer, Predict, permitted, refusal
+from paceline.serve.refused import Refused
+from paceline.serve.settings import JSON
+
+OPEN = ("/health", "/ready")  # without a token: who looks after processes has none
+ORDERS = ("pin", "unpin", "pause", "resume", "rollback")
+Relay = Callable[[str, int | None], Awaitable[tuple[int, str, bytes]]]  # order, version -> status, kind, body
+
+
+class Pin(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /versions/pin."""
+
+    version: Annotated[int, msgspec.Meta(ge=1, le=description.MOST)]
+
+
+def make_app(predict: Predict, relay: Relay, ready: Callable[[], str]) -> FastAPI:
+    """`ready` says why this replica is not ready, or "" when it is."""
+    app = FastAPI(title="Paceline", description=description.TEXT, version="1", redirect_slashes=False)
+    answers = description.ANSWERS
+
+    @app.post("/predict", responses=answers, openapi_extra=description.body([], []), summary="Results for some items")
+    async def post_predict(request: Request) -> Response:
+        try:
+            head = predict.head(request.headers)
+            body = await _body(request, predict.settings.max_body_bytes)
+        except Refused as refused:
+            return _response(predict.refuse(refused))
+        return _response(await predict.answer(head, body))
+
+    @app.get("/health", summary="Whether the process lives", response_model=dict[str, str])
+    async def health() -> Response:
+        return Response(b'{"status":"alive"}', media_type=JSON)
+
+    @app.get("/ready", summary="Whether a version is loaded and warm", responses=description.NOT_READY)
+    async def is_ready() -> Response:
+        why = ready()
+        if why:
+            return _response(refusal(Refused(503, why, retry_after_s=1)))
+        return Response(b'{"status":"ready"}', media_type=JSON)
+
+    @app.get("/metrics", summary="Counts of all replicas, as Prometheus reads them", responses=description.METRICS)
+    async def metrics() -> Response:
+        return await _relayed(relay, "metrics", None)
+
+    @app.get("/versions", summary="Versions, what is pinned, and how the source is", responses=description.VERSIONS)
+    async def versions() -> Response:
+        return await _relayed(relay, "versions", None)
+
+    @app.post(
+        "/versions/pin",
+        summary="Answer with this version until unpinned",
+        responses=description.ORDERED,
+        openapi_extra=description.PIN,
+    )
+    async def pin(request: Request) -> Response:
+        try:
+            wanted = msgspec.json.decode(await _body(request, 1 << 12), type=Pin)
+        except Refused as refused:
+            return _response(refusal(refused))
+        except msgspec.ValidationError as error:
+            return _response(refusal(Refused(422, f'{error}; wanted: {{"version": N}}')))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _response(refusal(Refused(400, f"the body is not JSON: {error}")))
+        return await _relayed(relay, "pin", wanted.version)
+
+    def order(name: str, summary: str) -> None:
+        @app.post(f"/versions/{name}", summary=summary, responses=description.ORDERED, name=name)
+        async def ordered() -> Response:
+            return await _relayed(relay, name, None)
+
+    order("unpin", "Follow the source again")
+    order("pause", "Take no further versions")
+    order("resume", "Take versions again")
+    order("rollback", "Answer with the version before this one")
+    app.add_middleware(_Guard, token=predict.settings.token)
+    return app
+
+
+def describe(app: FastAPI, inputs: list[Field], outputs: list[Field]) -> None:
+    """Put the model's fields into the description of /predict, once they are known."""
+    for route in app.routes:
+        if getattr(route, "path", "") == "/predict":
+            route.openapi_extra = description.body(inputs, outputs)  # type: ignore[attr-defined]
+            route.responses = {**description.ANSWERS, 200: description.result(outputs)}  # type: ignore[attr-defined]
+    app.openapi_schema = None
+
+
+class _Guard:
+    """Asks for the token on every page but OPEN and /predict, which asks by itself."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._token and scope["type"] == "http" and scope["path"] not in (*OPEN, "/predict"):
+            headers = dict(scope["headers"])
+            if not permitted(self._token, headers.get(b"authorization", b"")):
+                why = "the header 'Authorization: Bearer TOKEN' is missing, or its token is another one"
+                await _response(refusal(Refused(401, why)))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """At most so many bytes; 413 as soon as more are announced or come."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > most:
+        raise Refused(413, f"the body has {announced} bytes, {most} are allowed")
+    pieces = bytearray()
+    async for piece in request.stream():
+        pieces += piece
+        if len(pieces) > most:
+            raise Refused(413, f"the body has more than {most} bytes, which are allowed")
+    return bytes(pieces)
+
+
+async def _relayed(relay: Relay, what: str, version: int | None) -> Response:
+    status, kind, body = await relay(what, version)
+    return Response(body, status, media_type=kind)
+
+
+def _response(answer: Answer) -> Response:
+    headers: dict[str, Any] = {}
+    if answer.version:
+        headers[VERSION] = str(answer.version)
+    if answer.retry_after_s:
+        headers["Retry-After"] = str(answer.retry_after_s)
+    if answer.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if answer.status == 413:
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return Response(answer.body, answer.status, headers, answer.kind)

@@ -1,0 +1,89 @@
+"""From settings to an engine that is warm: make the model, load a version, choose how to compute, run every size.
+
+Runs in a thread of the replica while its loop already answers. The model is the user's: FUNCTION() makes it, and
+example_inputs() beside it, or --input, says what one item looks like.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from paceline.core import loading
+from paceline.core.errors import ConfigError, TimedOut
+from paceline.serve import forms
+from paceline.serve.bodies import wanted
+from paceline.serve.choice import choose
+from paceline.serve.engine import Engine
+from paceline.serve.fields import Field, inputs_of
+from paceline.serve.settings import Settings
+from paceline.serve.shelf import Shelf
+from paceline.serve.swap import Swap
+
+_FIRST_S = 300.0  # until the first version is on the shelf and loaded
+_LOOK_S = 0.02
+_BESIDE_S = 0.005  # batches that take longer leave the loop to a thread of their own
+
+
+class Prepared(NamedTuple):
+    """What the replica starts with."""
+
+    engine: Engine
+    beside: bool
+    said: str
+    use_threads: Callable[[], None]
+
+
+def prepare(settings: Settings, shelf: Path) -> Prepared:
+    """ConfigError says what of the model or its inputs does not fit."""
+    model, module, where = make_model(settings.model)
+    inputs = inputs_of(model, module, settings.inputs, where)
+    forward = forms.set_precision(model, settings.precision)
+    share = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    _try(forward, inputs)
+    choice = choose(settings, share, forward, model, inputs, shelf.parent)
+    swap = Swap(model, Shelf(shelf), cast=settings.precision != "fp32")
+    _await_first(swap)
+    most = settings.max_batch_size
+    chosen = forms.formed(choice.form, forward, model, inputs, most)
+    engine = Engine(chosen, inputs, swap, most, sizes=forms.sizes(choice.form, most))
+    took_s = engine.warm()
+    return Prepared(engine, took_s > _BESIDE_S, choice.said, lambda: torch.set_num_threads(choice.threads))
+
+
+def make_model(text: str) -> tuple[nn.Module, ModuleType, str]:
+    """What FILE:FUNCTION makes, in evaluation mode; the module in which the function is, and how it was named."""
+    module, where, name = loading.named(text)
+    if not name:
+        raise ConfigError(f"--model {text!r}: name the function that makes the model, as in train.py:make_model")
+    model = loading.function(module, name, where)()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{text} returned a {type(model).__name__}, not an nn.Module")
+    return model.eval(), module, where
+
+
+def _try(forward: forms.Forward, inputs: list[Field]) -> None:
+    """Does the model take what it is said to take?"""
+    batch = [torch.zeros((1, *field.shape), dtype=field.dtype) for field in inputs]
+    try:
+        with torch.inference_mode():
+            forward(*batch)
+    except Exception as error:
+        raise ConfigError(
+            f"the model does not take {wanted(inputs)}: {type(error).__name__}: {error}; give --input as it takes them"
+        ) from error
+
+
+def _await_first(swap: Swap) -> None:
+    deadline = time.monotonic() + _FIRST_S
+    while not swap.install():
+        if time.monotonic() > deadline:
+            raise TimedOut(f"no version has come within {_FIRST_S:g} s")
+        time.sleep(_LOOK_S)

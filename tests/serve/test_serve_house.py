@@ -1,0 +1,142 @@
+"""Replicas and their parent: killed ones come back, the end loses nothing, what cannot be served is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from _served import Served, until
+
+X = [[[1, 2, 3], [4, 5, 6]]]
+
+
+@pytest.mark.slow
+def test_a_killed_replica_is_started_again_and_counts_stay(tmp_path: Path) -> None:
+    with Served(tmp_path, "--replicas", "2") as served:
+        served.wait()
+        for _ in range(6):
+            assert served.predict(X)[0] == 200
+        counted = served.metric("requests_total", 'code="200"')
+        first, second = served.replicas()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: "has ended (signal 9)" in served.text)
+        for _ in range(6):
+            assert served.predict(X)[0] == 200  # by the other one, while it is away
+        until(lambda: served.metric("replicas", 'state="ready"') == 2)
+        assert second in served.replicas()
+        assert served.predict(X)[0] == 200
+        assert served.metric("requests_total", 'code="200"') == counted + 7
+        assert served.metric("replica_starts_total") == 3
+        assert served.stop() == 0
+
+
+@pytest.mark.slow
+def test_replicas_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    with Served(tmp_path, "--replicas", "2") as served:
+        served.wait()
+        replicas = served.replicas()
+        served.process.kill()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in replicas))
+
+
+@pytest.mark.slow
+def test_the_end_loses_no_request(tmp_path: Path) -> None:
+    """Connections that ask again and again, each until it is told to close: every request sent is answered with 200."""
+    with Served(tmp_path, "--replicas", "2") as served:
+        served.wait()
+        body = json.dumps({"inputs": X}).encode()
+        lines = ["POST /predict HTTP/1.1", "Host: h", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        head = "\r\n".join([*lines, "", ""])
+        sent, answered, others = [0] * 8, [0] * 8, []
+        under_way = threading.Barrier(9, timeout=60)
+
+        def ask(who: int) -> None:
+            with socket.create_connection(("127.0.0.1", served.port), 60) as connection:
+                file = connection.makefile("rb")
+                for number in range(1_000_000):
+                    if number == 20:
+                        under_way.wait()
+                    connection.sendall(head.encode() + body)
+                    sent[who] += 1
+                    status = file.readline()
+                    headers = {}
+                    while line := file.readline().strip():
+                        name, _, value = line.decode().partition(": ")
+                        headers[name.lower()] = value
+                    if not status or file.read(int(headers["content-length"])) == b"":
+                        others.append(status)
+                        return
+                    answered[who] += b" 200 " in status
+                    if headers.get("connection") == "close":
+                        return
+
+        threads = [threading.Thread(target=ask, args=(who,)) for who in range(8)]
+        for thread in threads:
+            thread.start()
+        under_way.wait()
+        assert served.stop() == 0
+        for thread in threads:
+            thread.join(60)
+        assert not others
+        assert sent == answered
+        assert min(sent) > 20
+
+
+@pytest.mark.slow
+def test_slow_requests_under_way_are_finished_and_late_ones_are_told(tmp_path: Path) -> None:
+    options = ("--replicas", "1", "--max-batch-size", "1", "--queue-limit", "3")
+    with Served(tmp_path, *options, env={"PAUSE_S": "0.5"}) as served:
+        served.wait()
+        found: list[int] = []
+        threads = [threading.Thread(target=lambda: found.append(served.predict(X)[0])) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert 429 in found
+        assert found.count(200) >= 1
+        assert set(found) == {200, 429}
+        del found[:]
+        first = threading.Thread(target=lambda: found.append(served.predict(X)[0]))
+        first.start()
+        until(lambda: served.metric("batch_items_count") > 0 and served.metric("connections") >= 2)
+        status, answer = served.predict(X, X_Paceline_Deadline_Ms="1")
+        assert (status, "deadline" in answer["error"]) == (504, True)
+        last = threading.Thread(target=lambda: found.append(served.predict(X)[0]))
+        last.start()
+        until(lambda: found or served.metric("connections") >= 2)
+        assert served.stop() == 0
+        first.join(60)
+        last.join(60)
+        assert found == [200, 200]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--model", "net.py:mak"), "did you mean 'make'?"),
+        (("--model", "nets.py:make"), "did you mean 'net.py'?"),
+        (("--input", "7"), "the model does not take"),
+        (("--input", "2x3", "--input", "4"), "the model's forward takes 1"),
+        (("--precision", "int4"), "did you mean 'int8'?"),
+        (("--host", "203.0.113.7"), "cannot listen on --host 203.0.113.7"),
+    ],
+)
+def test_what_cannot_be_served_is_said(tmp_path: Path, options: tuple[str, ...], why: str) -> None:
+    with Served(tmp_path, *options) as served:
+        assert served.process.wait(120) == 2
+        served._reader.join(10)
+        assert why in served.text
+
+
+def test_an_unknown_run_is_said(tmp_path: Path) -> None:
+    with Served(tmp_path, what="nothing") as served:
+        assert served.process.wait(120) == 2
+        served._reader.join(10)
+        assert "'nothing' is no run" in served.text

@@ -1,0 +1,236 @@
+"""`paceline serve` over HTTP: results, limits and their codes, on the fast lane and beside it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _served import NET, Served, made, weights
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+JSON = {"Content-Type": "application/json"}
+TENSORS = {"Content-Type": "application/x-safetensors"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    options = ("--replicas", "2", "--max-batch-size", "8", "--max-body", "1MiB")
+    with Served(tmp_path_factory.mktemp("http"), *options) as served:
+        yield served.wait()
+
+
+def raw(port: int, data: bytes, *pieces: bytes) -> list[tuple[int, bytes]]:
+    """Send bytes as they are, and read all answers until the other side closes."""
+    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(data)
+        for piece in pieces:
+            connection.sendall(piece)
+        connection.settimeout(60)
+        file = connection.makefile("rb")
+        answers = []
+        while line := file.readline():
+            length = 0
+            while (header := file.readline().strip()) != b"":
+                name, _, value = header.partition(b":")
+                if name.lower() == b"content-length":
+                    length = int(value)
+            answers.append((int(line.split()[1]), file.read(length)))
+        return answers
+
+
+def request(body: bytes, *headers: str, path: str = "/predict", version: str = "1.1") -> bytes:
+    lines = [f"POST {path} HTTP/{version}", "Host: here", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def outputs(answer: bytes) -> torch.Tensor:
+    return torch.tensor(json.loads(answer)["outputs"])
+
+
+def test_results_are_the_models(server: Served) -> None:
+    x = torch.rand(3, 2, 3)
+    expected = made()(x).detach()
+    status, headers, body = server.ask("POST", "/predict", json.dumps({"inputs": x.tolist()}).encode(), JSON)
+    assert status == 200
+    assert json.loads(body)["version"] == int(headers["x-paceline-version"]) == 1
+    torch.testing.assert_close(outputs(body), expected)
+    status, headers, body = server.ask("POST", "/predict", save({"x": x}), TENSORS)
+    assert (status, headers["content-type"], headers["x-paceline-version"]) == (200, TENSORS["Content-Type"], "1")
+    torch.testing.assert_close(load(body)["outputs"], expected)
+    status, headers, body = server.ask("POST", "/predict", save({"x": x}), {**TENSORS, "Accept": "application/json"})
+    torch.testing.assert_close(outputs(body), expected)
+
+
+def test_batched_results_equal_single_ones(server: Served) -> None:
+    """Many at once, so that they are computed together: each gets its own rows."""
+    items = torch.rand(64, 2, 3)
+    with ThreadPoolExecutor(16) as pool:
+        rows = list(pool.map(lambda x: server.predict([x.tolist()])[1]["outputs"][0], items))
+    torch.testing.assert_close(torch.tensor(rows), made()(items).detach(), rtol=1e-5, atol=1e-6)
+    assert server.metric("batch_items_sum") >= 64
+
+
+def test_the_same_answers_on_every_way_in(server: Served) -> None:
+    """The fast lane, pieces, several in one write, chunks, HTTP/1.0: one result."""
+    x = torch.rand(1, 2, 3)
+    body = json.dumps({"inputs": x.tolist()}).encode()
+    end = request(body, "Connection: close")
+    chunked = (
+        b"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+        b"Connection: close\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    )
+    ways = {
+        "whole": [end],
+        "in pieces": [end[:7], end[7:60], end[60:-5], end[-5:]],
+        "three at once": [request(body) + request(body) + end],
+        "a page between": [request(body) + b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n" + end],
+        "chunked": [chunked],
+        "expected": [request(body, "Connection: close", "Expect: 100-continue")],
+        "1.0": [request(body, version="1.0")],
+        "with a query": [request(body, "Connection: close", path="/predict?a=1")],
+    }
+    for name, pieces in ways.items():
+        answers = [answer for answer in raw(server.port, *pieces) if answer[0] != 100]
+        assert {status for status, _ in answers} == {200}, (name, answers)
+        results = [outputs(text) for _, text in answers if b"outputs" in text]
+        assert len(results) == (3 if name == "three at once" else 2 if name == "a page between" else 1), name
+        for result in results:
+            torch.testing.assert_close(result, made()(x).detach())
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b'{"inputs": [1]}', {}, 422),
+        (b'{"inputs": [[[1, 2, 3], [4, 5, 6]]]}', {"Content-Type": "text/plain"}, 415),
+        (b'{"inputs": [[[1, 2, 3], [4, 5, 6]]]}', {"Accept": "image/png"}, 406),
+        (b'{"inputs": [[[1, 2, 3], [4, 5, 6]]]}', {"X-Paceline-Deadline-Ms": "soon"}, 422),
+        (json.dumps({"inputs": [[[1, 2, 3], [4, 5, 6]]] * 9}).encode(), {}, 413),
+        (b"[" * 600_000, {}, 422),
+        (b" " * (1 << 20) + b"{}", {}, 413),
+        (b"short", TENSORS, 400),
+        (save({"x": torch.zeros(1, 2, 2)}), TENSORS, 422),
+    ],
+)
+def test_what_is_refused_says_why(server: Served, body: bytes, headers: dict[str, str], status: int) -> None:
+    found, answered, text = server.ask("POST", "/predict", body, {**JSON, **headers})
+    assert found == status, text
+    assert answered["content-type"] == "application/json"
+    assert json.loads(text)["error"]
+
+
+def test_other_pages(server: Served) -> None:
+    assert server.ask("GET", "/health")[0] == 200
+    assert server.ask("GET", "/ready")[0] == 200
+    assert server.ask("GET", "/predict")[0] == 405
+    assert server.ask("GET", "/nothing")[0] == 404
+    status, _, body = server.ask("GET", "/openapi.json")
+    assert status == 200
+    described = json.loads(body)["paths"]["/predict"]["post"]
+    item = described["requestBody"]["content"]["application/json"]["schema"]["properties"]["inputs"]["items"]
+    assert (item["minItems"], item["items"]["minItems"]) == (2, 3)
+    assert {"200", "400", "413", "415", "422", "429", "503", "504"} <= set(described["responses"])
+    status, _, body = server.ask("GET", "/versions")
+    assert status == 200
+    assert [version["number"] for version in json.loads(body)["versions"]] == [1]
+
+
+def test_counts_add_up_over_replicas(server: Served) -> None:
+    """Connections go to both replicas, and every request is counted once."""
+    before, refused = server.metric("requests_total", 'code="200"'), server.metric("requests_total", 'code="422"')
+    batches = server.metric("latency_seconds_count")
+    for _ in range(10):
+        assert server.predict([[[1, 2, 3], [4, 5, 6]]])[0] == 200
+        assert server.predict([1])[0] == 422
+    assert server.metric("requests_total", 'code="200"') == before + 10
+    assert server.metric("requests_total", 'code="422"') == refused + 10
+    assert server.metric("latency_seconds_count") == batches + 20
+    assert server.metric("latency_seconds_bucket", 'le="+Inf"') == batches + 20
+    assert server.metric("replicas", 'state="ready"') == 2
+    assert server.metric("version") == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    body=st.binary(max_size=40)
+    | st.builds(lambda v: json.dumps({"inputs": v}).encode(), st.lists(st.floats() | st.none())),
+    kind=st.sampled_from(["application/json", "application/x-safetensors", "text/html", "", "a/b; c"]),
+    name=st.sampled_from(
+        ["Accept", "X-Paceline-Deadline-Ms", "Authorization", "Expect", "Transfer-Encoding", "Connection"]
+    ),
+    value=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12),
+    data=st.data(),
+)
+def test_no_bytes_give_a_500(server: Served, body: bytes, kind: str, name: str, value: str, data: Any) -> None:
+    head = f"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Type: {kind}\r\n{name}: {value}\r\n"
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body + request(b"{", "Connection: close")
+    cut = data.draw(st.integers(1, len(whole)))
+    with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
+        connection.sendall(whole[:cut])
+        connection.sendall(whole[cut:])
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(60)
+        answer = b""
+        try:
+            while piece := connection.recv(1 << 16):
+                answer += piece
+        except ConnectionResetError:
+            pass
+    assert b"HTTP/1.1 500" not in answer
+    assert server.ask("GET", "/health")[0] == 200
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("table")
+    weights(directory, "make_table")
+    (directory / "net.py").write_text(NET + "\ndef example_inputs(): return torch.zeros(2, 4).long(), torch.ones(2)\n")
+    with Served(directory, "--replicas", "1", "--max-queue-delay-us", "200000", model="make_table") as served:
+        yield served.wait()
+
+
+@pytest.mark.slow
+def test_several_arguments_and_outputs_and_one_bad_neighbour(table: Served) -> None:
+    """An index that the table does not have fails alone, although it was in a batch with others."""
+    model = made("make_table")
+    words, weight = torch.arange(4).view(1, 4), torch.tensor([2.0])
+    good = {"words": words.tolist(), "weight": weight.tolist()}
+    bad = {"words": [[1, 2, 3, 99]], "weight": [1.0]}
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(table.predict, [good, bad, good, good, bad, good]))
+    assert [status for status, _ in answers] == [200, 422, 200, 200, 422, 200]
+    expected = model(words, weight)
+    for status, answer in answers:
+        if status == 200:
+            torch.testing.assert_close(torch.tensor(answer["outputs"]["mean"]), expected["mean"].detach())
+            assert answer["outputs"]["count"] == [2]
+        else:
+            assert "index out of range" in answer["error"]
+    assert table.predict({"words": words.tolist()})[0] == 422
+
+
+@pytest.mark.slow
+def test_a_token_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    with Served(tmp_path, "--replicas", "1", "--token-file", "token") as served:
+        served.token = "secret"
+        served.wait()
+        x = [[[1, 2, 3], [4, 5, 6]]]
+        assert served.predict(x)[0] == 200
+        for wrong in ("Bearer secre", "Bearer secrett", "secret", "", "Bearer \xe9"):
+            status, answer = served.predict(x, Authorization=wrong)
+            assert (status, "Bearer" in answer["error"]) == (401, True)
+            assert served.ask("GET", "/metrics", None, {"Authorization": wrong})[0] == 401
+            assert served.ask("POST", "/versions/pause", None, {"Authorization": wrong})[0] == 401
+            assert served.ask("GET", "/openapi.json", None, {"Authorization": wrong})[0] == 401
+            assert served.ask("GET", "/health", None, {"Authorization": wrong})[0] == 200
