@@ -14,6 +14,8 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+_ENGINES = ("launch", "environment")  # whose slow tests start whole runs, some of them one after the other
+_BUSY_S = 900.0
 _OWN = ("resource_tracker", "forkserver")  # Python's own, which stay for the life of the process
 
 
@@ -43,3 +45,10 @@ def nothing_left_running() -> Iterator[None]:
     while (left := {p: w for p, w in children().items() if p not in before}) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left, f"left running: {left}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests of engines time on a busy machine; what they wait for has limits of its own."""
+    for item in items:
+        if item.path.parent.name in _ENGINES and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(_BUSY_S))

@@ -90,12 +90,14 @@ def run(page):
     output = os.open("output.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what comes there is not for the page
     sys.modules["__main__"].__file__ = page["name"]
     names = {"__name__": "__main__"}
     for line, text in page["blocks"]:
         exec(compile("\\n" * (line - 1) + text, page["name"], "exec"), names)
 
-for page in json.load(sys.stdin):
+for line in sys.stdin:
+    page = json.loads(line)
     child = os.fork()
     if child == 0:
         code = 1
@@ -113,35 +115,23 @@ for page in json.load(sys.stdin):
     if not ended[0]:
         os.kill(child, 9)
         ended = os.waitpid(child, 0)
-    print(page["name"], os.waitstatus_to_exitcode(ended[1]), flush=True)
+    print(os.waitstatus_to_exitcode(ended[1]), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """The exit code and the output of every page."""
-    scratch = tmp_path_factory.mktemp("pages")
-    jobs = [
-        {
-            "name": name_of(page),
-            "directory": str(scratch / name_of(page).replace("/", "-")),
-            "blocks": [(b.line, b.text) for b in python_blocks(page)],
-            "limit_s": LIMIT_S / 2,
-        }
-        for page in RUNNING
-    ]
+def forker() -> Iterator[subprocess.Popen[str]]:
+    """Runs pages, one after another, in processes that need not import torch again."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "RANK", "WORLD_SIZE", "TORCHELASTIC"))}
-    told = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-c", _PAGES_PROGRAM],
-        input=json.dumps(jobs),
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
         env=env | {"OMP_NUM_THREADS": "1"},
-        timeout=LIMIT_S,
-    )
-    codes = dict(line.rsplit(" ", 1) for line in told.stdout.splitlines())
-    outputs = {job["name"]: Path(str(job["directory"]), "output.txt") for job in jobs}
-    return {name: (int(codes.get(name, 1)), _text(path) + told.stderr) for name, path in outputs.items()}
+    ) as process:
+        yield process
+        process.stdin.close()
 
 
 def _text(path: Path) -> str:
@@ -149,9 +139,12 @@ def _text(path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [name_of(page) for page in RUNNING])
-def test_the_code_on_a_page_runs(page: str, ran: dict[str, tuple[int, str]]) -> None:
-    code, output = ran[page]
-    assert code == 0, output
+def test_the_code_on_a_page_runs(page: str, forker: subprocess.Popen[str], tmp_path: Path) -> None:
+    directory = tmp_path / "page"
+    texts = [(b.line, b.text) for b in python_blocks(ROOT / page)]
+    job = {"name": page, "directory": str(directory), "blocks": texts, "limit_s": LIMIT_S - 30}
+    print(json.dumps(job), file=forker.stdin, flush=True)
+    assert forker.stdout.readline().strip() == "0", _text(directory / "output.txt")
 
 
 def test_few_blocks_are_not_run() -> None:

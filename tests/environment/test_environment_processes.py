@@ -174,7 +174,7 @@ def test_mpirun_trains_the_digits(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     assert "2 members, started by Open MPI's mpirun" in done.stderr
@@ -222,7 +222,7 @@ def test_workers_of_ray_train_meet(kind, words, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=400,
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

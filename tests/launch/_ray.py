@@ -105,7 +105,13 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    made = Nodes()
+    for left in (2, 1, 0):  # Ray's own limits for its start are short for a busy machine
+        try:
+            made = Nodes()
+            break
+        except ValueError:  # it has ended, and answers nothing
+            if not left:
+                raise
     try:
         yield made
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.core.settings import Settings
 from paceline.launch import engines, record
+from paceline.launch.beforehand import shows_gpu
 from paceline.launch.engines import mpi, mpi_job
 from paceline.launch.spec import Elastic, JobSpec
 from paceline.testing.hosts import Hosts
@@ -119,7 +122,7 @@ def environment() -> dict[str, str]:
 
 def paceline(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", "run", "--on", "mpi", "--mpirun", MPIRUN, *words]
-    return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=400)
 
 
 @needs_mpirun
@@ -130,6 +133,25 @@ def test_too_few_slots_are_one_error(tmp_path):
     assert "started 0 of 64 processes. It says:" in done.stderr
     assert "not enough slots" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(shows_gpu(), reason="this host has a GPU")
+@pytest.mark.parametrize("has", [True, False])
+def test_gpus_are_looked_for_where_the_members_will_be(tmp_path, has):
+    (tmp_path / "train.py").touch()
+    told = json.dumps(["far", "3.11.7", "2.13.0", "0.1.0", "far-1", has])
+    fake = tmp_path / "mpirun"  # of hosts that this one does not have
+    fake.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo '(Open MPI) 4.1.4' || echo 'paceline-rank {told}'\n")
+    fake.chmod(0o755)
+    engine = engines.make("mpi", {"mpirun": str(fake)})
+    spec = JobSpec(script="train.py", cwd=str(tmp_path), settings=Settings().with_(device="cuda"))
+    words = ("-n", "1", "--mpirun", str(fake), "--device", "cuda", "--dry-run", "train.py")
+    assert paceline(tmp_path, *words).returncode == 0
+    if has:
+        engine.check(spec)
+        return
+    with pytest.raises(ConfigError, match="host far, where mpirun would start members, shows no GPU"):
+        engine.check(spec)
 
 
 @needs_mpirun

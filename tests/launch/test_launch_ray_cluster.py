@@ -17,7 +17,7 @@ from tests.launch._ray import Place, nodes, place, without_ray
 from tests.launch._scripts import LONG
 
 __all__ = ["nodes", "place"]
-pytestmark = [without_ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [without_ray, pytest.mark.slow]
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
@@ -68,6 +68,32 @@ def test_a_node_is_lost_and_another_comes(place: Place) -> None:
         assert "the run is over" not in place.output
 
 
+@pytest.mark.parametrize("options", [("--strategy", "async"), ("--mesh", "shard=2")])
+def test_runs_whose_members_stay(place: Place, options: tuple[str, ...]) -> None:
+    script = DIGITS.read_text()
+    if "--mesh" in options:
+        script = script.replace("Net().to(run.device)", "run.model(Net())")
+    place.script(script)
+    done = place.paceline("run", "-n", "2", "--on", "ray", "--name", "it", *options, "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = re.search(r"test accuracy: ([\d.]+)%", done.stdout)
+    assert accuracy
+    assert float(accuracy[1]) >= 97.0
+    assert "2 slots on" in done.stderr
+
+
+def test_a_worker_that_is_lost_is_started_again_on_its_node(place: Place) -> None:
+    with under_way(place, "-n", "2", "--strategy", "async", "--replacements", "2") as launcher:
+        workers = members(place)
+        assert len(workers) == 2, place.output
+        os.kill(workers[-1], signal.SIGKILL)
+        place.until(lambda: "was killed by signal 9; the others go on; it is started again" in place.output)
+        place.until(lambda: "joined: 2 members train now" in place.output)
+        assert place.paceline("stop", "it").returncode == 0
+        assert launcher.wait(60) == 143
+    place.until(lambda: not members(place))
+
+
 def test_scale_status_logs_and_stop(place: Place) -> None:
     with under_way(place, "-n", "1:2") as launcher:
         place.until(lambda: steps(place, 2) > 1)
@@ -76,7 +102,7 @@ def test_scale_status_logs_and_stop(place: Place) -> None:
         status = place.paceline("status", "it")
         assert status.returncode == 0
         assert "running for" in status.stdout
-        assert "size 1 step" in place.paceline("logs", "it", "--lines", "3").stdout
+        assert re.search(r"step \d+ size 1\n", place.paceline("logs", "it", "--lines", "3").stdout)
         stopped = place.paceline("stop", "it")
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr
         assert launcher.wait(30) == 143
@@ -98,19 +124,23 @@ def test_the_scheduler_is_started_again_by_ray(place: Place) -> None:
         assert "was lost" not in place.output
 
 
-def test_members_end_with_the_launcher_however_it_ends(place: Place) -> None:
-    with under_way(place, "-n", "2") as launcher:
+@pytest.mark.parametrize("strategy", ["allreduce", "sync"])
+def test_members_end_with_the_launcher_however_it_ends(place: Place, strategy: str) -> None:
+    with under_way(place, "-n", "2", "--strategy", strategy) as launcher:
+        assert len(members(place)) == 2
         launcher.kill()  # the fixture waits until Ray has all of its cores back
         launcher.wait(10)
-        members = [f for f in Path("/proc").glob("[0-9]*/cmdline") if b"train.py" in _words(f)]
-        place.until(lambda: not any(str(place.folder) in _cwd(f) for f in members), 30.0)
+        place.until(lambda: not members(place))
 
 
 def test_what_members_print_and_log_is_where_rays_users_look(place: Place) -> None:
     with under_way(place, "-n", "2"):
-        printed = [file.read_text() for file in (place.nodes.session / "logs").glob("worker-*.out")]
-        ours = [text for text in printed if str(place.folder) in text and "size 2 step" in text]
-        assert len(ours) == 2  # an actor on each node
+
+        def ours() -> list[str]:
+            printed = [file.read_text() for file in (place.nodes.session / "logs").glob("worker-*.out")]
+            return [text for text in printed if str(place.folder) in text and re.search(r"step \d+ size 2\b", text)]
+
+        place.until(lambda: len(ours()) == 2)  # an actor on each node
 
 
 def test_a_run_on_a_cluster_of_its_own_may_have_more_members_than_cores(place: Place) -> None:
@@ -138,15 +168,12 @@ def test_too_few_cores_are_counted(place: Place) -> None:
     assert "2 GPUs, and the cluster" in place.refused("-n", "2", "--gpus", "1", "train.py")
 
 
-def _words(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def _cwd(path: Path) -> str:
-    try:
-        return os.readlink(path.with_name("cwd"))
-    except OSError:
-        return ""
+def members(place: Place) -> list[int]:
+    """Processes of the script."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if b"train.py" in words and b"run" not in words and str(place.folder) in os.readlink(path / "cwd"):
+                found.append(int(path.name))
+    return sorted(found)

@@ -34,7 +34,6 @@ def test_the_page_has_commands() -> None:
 
 @without_ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_each_command_does_what_the_page_says(place: Place, tmp_path: Path) -> None:
     body = LONG.replace("\n", "\n    ")
     place.script(f"import paceline\nrun = paceline.join()\n{HELLO}\nif run.dir.name == 'big':{body}\n")
@@ -50,7 +49,7 @@ def test_each_command_does_what_the_page_says(place: Place, tmp_path: Path) -> N
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
             if "--detach" in line:
-                place.until(lambda: "step 10\n" in place.paceline("logs", "big").stdout)
+                place.until(lambda: "step 10 size" in place.paceline("logs", "big").stdout)
     finally:
         if (place.folder / "runs" / "big").exists():
             place.paceline("stop", "big", "--kill")
@@ -58,7 +57,6 @@ def test_each_command_does_what_the_page_says(place: Place, tmp_path: Path) -> N
 
 @without_ray
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_each_row_of_a_dataset_is_seen_once_in_an_epoch(place: Place) -> None:
     text = blocks("python ray")[0]
     assert "for batch in loader:  #" in text

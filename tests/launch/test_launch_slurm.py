@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -221,13 +222,39 @@ def test_one_of_several_tasks_starts_no_run(tmp_path: Path) -> None:
     [
         (("--hosts", "a,b"), "the hosts are the nodes of the job"),
         (("--nodes", "two"), "--nodes 'two': give a number of nodes"),
-        (("--strategy", "async"), "needs members that stay, which --on slurm does not start"),
+        (("--strategy", "async", "--hosts", "a,b"), "the hosts are the nodes of the job"),
+        (("--mesh", "shard=3"), "shard=3"),
     ],
 )
 def test_what_does_not_go_with_it(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     done = Commands(tmp_path / "bin").submit("--dry-run", *options)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (("--strategy", "async"), "-n 4 --on slurm --name big --strategy async train.py"),
+        (("--strategy", "sync", "--replacements", "2"), "-n 1:4 --on slurm --replacements 2 --name big"),
+        (("--strategy", "async", "--silence-s", "9"), "--silence-s 9.0"),
+        (("--mesh", "shard=2", "--port", "29400"), "-n 4 --on slurm --port 29400 --name big --mesh shard=2 train.py"),
+    ],
+)
+def test_runs_whose_members_stay_are_submitted_as_they_were_asked_for(
+    tmp_path: Path, given: tuple[str, ...], shown: str
+) -> None:
+    done = Commands(tmp_path / "bin").submit("--dry-run", *given)
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+    assert "#SBATCH --ntasks=4" in done.stdout
+
+
+def test_members_that_stay_have_a_step_each(tmp_path: Path) -> None:
+    done = Commands(tmp_path / "bin").submit("--strategy", "async", "--dry-run", **INSIDE)
+    assert done.returncode == 0, done.stderr
+    assert "# host localhost: rank 0, 1, 2, 3; server 4" in done.stdout
+    assert re.search(r"srun --nodelist=localhost .* -P -m paceline.launch.far$", done.stdout, flags=re.M)
 
 
 def test_a_gpu_is_not_looked_for_where_a_job_is_submitted(tmp_path: Path) -> None:

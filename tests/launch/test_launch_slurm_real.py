@@ -9,28 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import PacelineError
-from paceline.testing.slurm import Slurm
 from tests.launch._slurm import DIGITS, LIMIT_S, Site, started
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with contextlib.closing(started(tmp_path_factory.mktemp("slurm"), *Slurm.PREEMPTS)) as running:
-        yield running
-
-
-@pytest.fixture
-def site(slurm: Slurm, tmp_path: Path) -> Iterator[Site]:
-    yield Site(tmp_path / "work", slurm)
-    slurm.cancel_all()
+pytestmark = pytest.mark.slow
 
 
 def free_port() -> int:
@@ -65,6 +51,17 @@ def hurried(site: Site, job: str) -> bool:
 
 def saved(site: Site) -> list[int]:
     return sorted(int(path.name.rpartition("-")[2]) for path in (site.run / "checkpoints").glob("step-*"))
+
+
+def members(site: Site) -> list[int]:
+    """Processes of the script."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if b"long.py" in words and b"run" not in words and os.readlink(path / "cwd") == str(site.dir):
+                found.append(int(path.name))
+    return sorted(found)
 
 
 def test_digits_reach_their_accuracy_in_a_job(site: Site) -> None:
@@ -180,14 +177,48 @@ def test_srun_alone_is_a_run(site: Site, nodes: int) -> None:
 
 
 def test_a_node_that_is_lost_is_its_members_lost(tmp_path: Path) -> None:
-    with contextlib.closing(started(tmp_path / "slurm")) as slurm:
+    with contextlib.closing(started(tmp_path / "slurm")) as slurm:  # nobody else has use for it then
         site = Site(tmp_path / "work", slurm)
-        site.submit("-n", "1:2", "--nodes", "2", "long.py")
+        job = site.submit("-n", "1:2", "--nodes", "2", "long.py")
         site.until(lambda: "trains" in site.log(), "the first steps")
-        batch = slurm.run("scontrol", "show", "job", "1").partition("BatchHost=")[2].split()[0]
+        batch = slurm.run("scontrol", "show", "job", job).partition("BatchHost=")[2].split()[0]
         other = next(node for node in slurm.nodes if node != batch)
         slurm.kill(other)
         site.until(lambda: re.search(rf"host {other} was silent .*; the others go on", site.said()), "the loss")
         before = steps(site)
         site.until(lambda: steps(site) > before, "another step")
-        assert site.state("1") == "RUNNING"
+        assert site.state(job) == "RUNNING"
+
+
+@pytest.mark.parametrize("options", [("--strategy", "async"), ("--mesh", "shard=2")])
+def test_runs_whose_members_stay(site: Site, options: tuple[str, ...]) -> None:
+    script = Path(DIGITS).read_text()
+    if "--mesh" in options:
+        script = script.replace("Net().to(run.device)", "run.model(Net())")
+    (site.dir / "train.py").write_text(script)
+    site.submit("-n", "2", "--nodes", "2", "--threads", "1", *options, "--env", "KEY=not-to-be-seen", "train.py")
+    followed = site.paceline("logs", "it", "--follow")
+    assert accuracy(followed.stdout) >= 97.0, site.said()
+    assert "2 hosts with Python" in site.said()  # which preflight has found
+    assert "slowest link" in site.said()
+
+
+def test_a_worker_that_is_lost_is_started_again_on_its_node(site: Site) -> None:
+    site.submit("-n", "2", "--nodes", "2", "--strategy", "async", "--replacements", "2", "long.py")
+    site.until(lambda: "trains" in site.log(), "the first steps")
+    workers = members(site)
+    assert len(workers) == 2, site.said()
+    os.kill(workers[-1], signal.SIGKILL)
+    site.until(lambda: "was killed by signal 9; the others go on; it is started again" in site.said(), "the loss")
+    site.until(lambda: "joined: 2 members train now" in site.said(), "its return")
+    assert "ended with exit code 143" in site.paceline("stop", "it").stdout
+    site.until(lambda: not members(site), "the end of all members")
+
+
+def test_a_node_that_cannot_take_part_is_named_before_anything_starts(site: Site) -> None:
+    words = ["salloc", "--quiet", "--nodes=2", "--ntasks=2", sys.executable, "-m", "paceline", "run", "-n", "2"]
+    done = site.call(*words, "--on", "slurm", "--python", "/nowhere/python", "long.py")
+    assert done.returncode != 0
+    for node in site.slurm.nodes:
+        assert f"host {node}: there is no /nowhere/python" in done.stderr
+    assert not (site.dir / "runs").exists()

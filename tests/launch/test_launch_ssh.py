@@ -396,3 +396,24 @@ def _environment(folder: Path, torch: str) -> Path:
     (folder / "bin" / "python").symlink_to(Path(sys.executable).resolve())
     (folder / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
     return folder / "bin" / "python"
+
+
+def test_a_ctrl_c_is_heard_while_hosts_are_asked(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    silent = tmp_path / "ssh"  # it gets there, and nobody answers
+    named = "case \"$*\" in *' -G '*) echo hostname 127.0.0.1; exit;; esac"
+    silent.write_text(f"#!/bin/sh\n{named}\n> {tmp_path}/asked\nexec sleep 600\n")
+    silent.chmod(0o755)
+    words = [sys.executable, "-m", "paceline", "run", "-n", "2", "--hosts", "a,b", "--ssh", str(silent), "train.py"]
+    with subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        until(lambda: (tmp_path / "asked").exists())
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, said) == (130, "")  # and not that there was no answer
+    assert not (tmp_path / "runs").exists()

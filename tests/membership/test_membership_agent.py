@@ -98,6 +98,14 @@ def test_the_stubborn_are_killed(stubborn):
     assert time.monotonic() - began < 4
 
 
+@pytest.mark.parametrize("serving", [(1,), ()])
+def test_who_serves_ends_when_nobody_else_is_left(serving):
+    asleep = f"import time; time.sleep({600 if serving else 1})"
+    outcome, _ = run("print('joined, and never trained')", asleep, serving=serving, alone_s=0.5)
+    assert outcome.code == 0
+    assert [ended.asked for ended in outcome.ended] == [False, bool(serving)]
+
+
 def test_the_others_may_end_by_themselves():
     outcome, kept = run(
         "import time; time.sleep(0.3); print('noticed'); raise SystemExit(0)", "raise SystemExit(3)", notice_s=2

@@ -161,6 +161,22 @@ def test_how_a_member_fails_may_end_the_run_so_nobody_says_that_it_is_started_ag
     assert "would come again: lr=-1" in other.over
 
 
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_run_without_a_step_has_not_finished_where_one_that_is_needed_failed(least, ended):
+    roster = Roster(Rules(least=least, target=2, most=2), now=0.0)
+    roster.host("a", 2, (), 0.0)
+    for id in (0, 1):
+        roster.arrive(id, Member(rank=id, host="a", pid=id + 1), 0, 0.1)
+    roster.formed(0, 1, 0.2)
+    roster.leave(1, "failed", 0.3)
+    if ended:
+        roster.ended("a", 1, 1, 0.4)
+    roster.leave(0, "finished", 0.5)
+    said = "member 1 failed before the first step, and 1 of at least 2 members were left"
+    assert roster.over == ("" if least == 1 else said)
+
+
 def test_nobody_leaves_for_being_slow_where_the_least_are_there():
     world = World({"a": 2}, least=2, target=2, most=4)
     assert formed(world) == [0, 1]

@@ -41,6 +41,8 @@ def failure(
         ]
     elif (hint := _HINTS.get(-first.code)) and not first.error:  # type: ignore[call-overload]
         lines.append(f"  ({hint})")
+    if any(text.startswith("EOFError: EOF when reading a line") for text in first.tail):
+        lines.append("  (members have no standard input: give the script what it asks for as an argument, or a file)")
     if first.sure and first.sure in reason:
         pass  # it was said already
     elif first.tail:

@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
     given, engine, spec, recipe = _asked(argv)
     spec = engine.prepare(spec)
     shown = engine.preview(spec)  # also finds out whether the script can be started
-    beforehand.check(spec.settings, here=spec.elastic.own_slots > 0 if spec.elastic else spec.away is None)
+    here = spec.elastic.own_slots > 0 if spec.elastic else spec.away is None
+    beforehand.check(spec.settings, here=here and not engine.elsewhere)
     if given.dry_run:
         print(shown)
         return 0

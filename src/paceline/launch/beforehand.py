@@ -85,9 +85,14 @@ def check_rounds(strategy: str, members: tuple[int, int] | int) -> None:
         made.refuse_elastic(*members)
 
 
+def shows_gpu(dev: Path = Path("/dev")) -> bool:
+    """Whether this host shows a sign of one."""
+    return any(any(dev.glob(name)) for name in _GPUS) or shutil.which("nvidia-smi") is not None
+
+
 def check_device(device: str, dev: Path = Path("/dev")) -> None:
     """Refuse a GPU where there is no sign of one; which there are only torch knows, in the members."""
-    if not device.startswith("cuda") or any(any(dev.glob(name)) for name in _GPUS) or shutil.which("nvidia-smi"):
+    if not device.startswith("cuda") or shows_gpu(dev):
         return
     raise ConfigError(
         f"device {device!r} was asked for, but this host shows no GPU: there is no /dev/nvidia* and no nvidia-smi. "

@@ -124,6 +124,8 @@ class LocalJob(RecordedJob):
 
     def _close(self) -> None:
         self._rendezvous.close()
+        if self._spec.away:
+            self._spec.away.on_end()
 
     def _made_good(self, outcome: Outcome) -> Outcome:
         """With servers: who was killed over the report takes nothing from it, if nobody was ended for that."""
@@ -154,6 +156,7 @@ class LocalJob(RecordedJob):
             notice_s=self._notice_s,
             grace_s=self._grace_s,
             losable=losable,
+            serving=range(workers, self._size),
             again=self._again,
             stopped=[
                 Stopped(self._spec.silence_s, self._goes_on, ranks=losable),

@@ -53,7 +53,7 @@ def read(source: str) -> dict[str, Room]:
     """
     path = Path(source)
     if is_list(source):
-        return parse("\n".join(_one(word) for word in source.split(",")), f"--hosts {source}")
+        return _named(source)
     if not path.is_file():
         raise ConfigError(f"--hosts {source!r}: there is no such file")
     if not os.access(path, os.X_OK):
@@ -296,10 +296,21 @@ class Posts:
                     self._say(f"host {name}: {text.removeprefix('paceline: ')}")
 
 
-def _one(word: str) -> str:
-    """A host of a list, as in a line of a file."""
-    name, colon, slots = word.strip().rpartition(":")
-    return f"{name} {slots}" if colon and slots.isdecimal() else word
+def _named(source: str) -> dict[str, Room]:
+    """Hosts that are named, as in a:4,b."""
+    found: dict[str, Room] = {}
+    for word in source.split(","):
+        name, colon, count = word.strip().rpartition(":")
+        name, slots = (name, count) if colon and count.isdecimal() else (word.strip(), "1")
+        if not _NAME.fullmatch(name) or not 0 < int(slots) <= 10_000:
+            raise ConfigError(
+                f"--hosts {source!r}: {word!r} is not a host's name and its slots, as in a:4; hosts are separated by "
+                "commas"
+            )
+        if name in found:
+            raise ConfigError(f"--hosts {source!r}: host {name!r} stands there twice")
+        found[name] = Room(int(slots))
+    return found
 
 
 def _end_input(post: _Post) -> None:

@@ -110,6 +110,9 @@ class Asked:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             assert self._process.stdin
@@ -152,6 +155,8 @@ class Preflight:
         """Reach each host, and take down what it has; compare that with this one."""
         with _marked(cwd) as marker:
             self._on_all(self.report.hosts, lambda host: self._meet(host, cwd, marker))
+        for found in (self.report.facts, self.report.unreached):  # told in the order in which hosts were named
+            _sort(found, self.report.hosts)
         self.report.wrong += compare(probe.facts({}), self.report.facts)
 
     def exists(self, path: str) -> list[str]:
@@ -182,9 +187,7 @@ class Preflight:
             told = self._ask(host, {"do": "listen", "address": address, "word": word, "port": own_port})
             if "error" in told:
                 what = f"port {own_port} of {address}" if own_port else f"a port of {address}"
-                then = (
-                    "give another --port, or leave it out" if own_port else "what keeps programs from listening there?"
-                )
+                then = "give another --port, or leave it out" if own_port else _instead(host)
                 self.report.wrong.append(f"{_of(host)}: {what} cannot be had ({told['error']}); {then}")
             else:
                 ports[host] = told["port"]
@@ -217,7 +220,12 @@ class Preflight:
 
     def _on_all(self, hosts: Sequence[str], work: Callable[[str], Any]) -> dict[str, Any]:
         with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as pool:
-            return dict(zip(hosts, pool.map(work, hosts)))
+            try:
+                return dict(zip(hosts, pool.map(work, hosts)))
+            except BaseException:  # a Ctrl-C, which those who wait for an answer do not hear
+                for asked in list(self._asked.values()):
+                    asked.kill()
+                raise
 
 
 def compare(
@@ -304,6 +312,20 @@ def _marked(cwd: str) -> Iterator[str]:
         yield str(marker)
     finally:
         marker.unlink(missing_ok=True)
+
+
+def _sort(found: dict[str, Any], order: Sequence[str]) -> None:
+    for host in order:
+        if host in found:
+            found[host] = found.pop(host)
+
+
+def _instead(host: str) -> str:
+    """What to do where an address cannot be listened on."""
+    if host != HERE:
+        return "what keeps programs from listening there?"
+    own = ", ".join(f"{address} ({name})" for name, address in probe.interfaces().items() if address)
+    return f"this host has {own}: give one of these to --listen, or leave it out"
 
 
 def _of(host: str) -> str:

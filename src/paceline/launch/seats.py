@@ -19,14 +19,14 @@ from paceline.environment.place import Place
 from paceline.launch.spec import JobSpec, Room
 from paceline.membership.process import Start
 
-_MODULE = "paceline.launch.far"
+FAR = ("-P", "-m", "paceline.launch.far")  # of Python, on the hosts
 
 
 class Errand(msgspec.Struct, frozen=True, kw_only=True):
     """What to start."""
 
     command: list[str]  # behind the interpreter
-    env: dict[str, str]  # who this member is
+    env: dict[str, str]  # who this member is, and what it was to be given besides
     threads: int | None  # None: its share of this host's cores
     members: int  # of the run, on this host
 
@@ -55,13 +55,13 @@ def starts(spec: JobSpec, address: str, token: str) -> list[Start]:
         )
         errand = Errand(
             command=(["-m", *ends] if spec.module else ends) if worker else ["-m", "paceline.server"],
-            env=variables(place),
+            env={**spec.env, **variables(place)},
             threads=spec.threads,
             members=sum(other < spec.num_members for other in beside),
         )
-        given = away.way.begin(["-P", "-m", _MODULE]) + msgspec.json.encode(errand) + b"\n"
-        command = tuple(away.way.command(host, 1, ()))
-        found.append(Start(rank=rank, command=command, env=dict(os.environ), given=given, meant=of_shell))
+        command, first = away.way.python_on(host, FAR)
+        given = first + msgspec.json.encode(errand) + b"\n"
+        found.append(Start(rank=rank, command=tuple(command), env=dict(os.environ), given=given, meant=of_shell))
     return found
 
 

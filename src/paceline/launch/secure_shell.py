@@ -88,11 +88,12 @@ class SecureShell:
 
     def input(self, host: str, slots: int, labels: tuple[str, ...]) -> bytes:
         """What goes into it first, for an agent."""
-        return self.begin(self.agent(host, slots, labels))
+        return self.python_on(host, self.agent(host, slots, labels))[1]
 
-    def begin(self, arguments: Sequence[str]) -> bytes:
-        """The same for any arguments of Python."""
-        return self.line(f"os.chdir({self.cwd!r})\nos.execv(sys.executable, [sys.executable, *{list(arguments)!r}])")
+    def python_on(self, host: str, arguments: Sequence[str]) -> tuple[list[str], bytes]:
+        """The command and its first input, for any arguments of Python there."""
+        program = f"os.chdir({self.cwd!r})\nos.execv(sys.executable, [sys.executable, *{list(arguments)!r}])"
+        return self.command(host), self.line(program)
 
     def line(self, program: str) -> bytes:
         return json.dumps({"env": dict(self.env), "program": program}).encode() + b"\n"

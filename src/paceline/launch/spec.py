@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -78,11 +78,9 @@ class Elastic:
 class Road(Protocol):
     """What leads to a host, for a launcher that starts each member there itself."""
 
-    def command(self, host: str, slots: int, labels: tuple[str, ...]) -> list[str]:
-        """What is started here; its standard input goes to the program there."""
-
-    def begin(self, arguments: Sequence[str]) -> bytes:
-        """What goes into it first, so that Python runs there with these arguments."""
+    def python_on(self, host: str, arguments: Sequence[str]) -> tuple[list[str], bytes]:
+        """What is started here so that Python runs there with these arguments, and what goes into its standard input
+        first; what follows goes to the program there."""
 
 
 class Room(NamedTuple):
@@ -101,6 +99,7 @@ class Away:
     port: int = 0
     rooms: Mapping[str, Room] = field(default_factory=dict)  # by the host's name
     way: Road | None = None
+    on_end: Callable[[], None] = lambda: None  # gives back what the way has taken
 
 
 @dataclass(frozen=True, kw_only=True)

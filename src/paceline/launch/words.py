@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from paceline.core.settings import NAMES
-from paceline.launch.spec import Elastic, JobSpec
+from paceline.launch.spec import Away, Elastic, JobSpec, Replacing
 
+# Options, by what has them; how many members there are is told apart.
 _ELASTIC = ("replacements", "silence_s", "standbys", "listen", "port", "slots")
+_AWAY = ("listen", "port")
+_REPLACING = ("replacements",)
 
 
 def words(spec: JobSpec, on: str) -> list[str]:
@@ -15,13 +18,19 @@ def words(spec: JobSpec, on: str) -> list[str]:
     >>> words(JobSpec(script="train.py", args=("--lr", "0.1"), num_members=4, env={"KEY": "secret"}), "local")
     ['-n', '4', '--on', 'local', '--env', 'KEY', 'train.py', '--lr', '0.1']
     """
-    elastic, settings = spec.elastic, spec.settings
-    fixed = elastic is None or elastic.least == elastic.most
-    found = ["-n", str(spec.num_members) if fixed or elastic is None else f"{elastic.least}:{elastic.most}", "--on", on]
-    default = Elastic(least=1, most=1)
-    for name in _ELASTIC if elastic else ():
-        if (value := getattr(elastic, name)) != getattr(default, name):
-            found += [_option(name), _text(value)]
+    elastic, replacing, settings = spec.elastic, spec.replacing, spec.settings
+    least = elastic.least if elastic else replacing.least if replacing else spec.num_members
+    most = elastic.most if elastic else spec.num_members
+    found = ["-n", str(most) if least == most and not replacing else f"{least}:{most}", "--on", on]
+    for given, default, names in (
+        (elastic, Elastic(least=1, most=1), _ELASTIC),
+        (spec.away, Away(hosts=""), _AWAY),
+        (replacing, Replacing(replacements=0), _REPLACING),  # said, or nobody is replaced
+        (spec if not elastic else None, JobSpec(script=""), ("silence_s",)),
+    ):
+        for name in names if given else ():
+            if (value := getattr(given, name)) != getattr(default, name):
+                found += [_option(name), _text(value)]
     found += ["--threads", str(spec.threads)] if spec.threads else []
     for option, values in (("--label", spec.labels), ("--env", spec.env)):
         found += [word for value in values for word in (option, value)]

@@ -177,6 +177,8 @@ class Agent:
         stopped: Sequence[Stopped] = (),  # who is looked at, and for how long they may be stopped
         notice_s: float = 3.0,  # for the others to notice a failure
         grace_s: float = 5.0,  # between SIGTERM and SIGKILL
+        serving: Sequence[int] = (),  # ranks that are there for the others, and end after them
+        alone_s: float = 10.0,  # for these to notice that they are alone
         on_started: Callable[[list[int]], None] = lambda pids: None,
         on_ended: Callable[[int, int], None] = lambda rank, code: None,
         on_lost: Callable[[int, str], None] = lambda rank, how: None,  # one that is losable
@@ -190,6 +192,9 @@ class Agent:
         self._due: dict[int, float] = {}  # by rank: when it is started again
         self._replaced: list[Process] = []
         self._needed: set[int] = set()  # processes of losable ranks without which the others cannot go on
+        self._serving = frozenset(serving)
+        self._alone_s = alone_s
+        self._alone_at: float | None = None  # since when nobody else is left
         self._notice_s = notice_s
         self._grace_s = grace_s
         self._on_started = on_started
@@ -264,8 +269,19 @@ class Agent:
                 process.signal(signal.SIGKILL)
         if self._failed_at and not self._asked_at and now - self._failed_at >= self._notice_s:
             self._ask()
+        if self._serving and not self._asked_at and self._are_alone(now):
+            self._ask()
         if self._asked_at and not self._killed and now - self._asked_at >= self._grace_s:
             self._kill()
+
+    def _are_alone(self, now: float) -> bool:
+        """Whether those who serve were without the others for too long: these may have joined and never trained."""
+        others = [p for p in self._processes if p.rank not in self._serving]
+        if self._due or any(p.code is None for p in others):
+            self._alone_at = None
+            return False
+        self._alone_at = self._alone_at or now
+        return now - self._alone_at >= self._alone_s
 
     def _note_failure(self, process: Process) -> None:
         assert process.code is not None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from paceline.core.view import Member, View
-from paceline.membership.books import Books
+from paceline.membership.books import FAILED, Books
 from paceline.membership.seats import Seat
 
 _REPEATS = 3  # views of the same members, none of them formed, before the most blamed is left out
@@ -36,7 +36,7 @@ class Forming:
             self._drop_lost(now)
         base = run.old if run.pending else run.ids  # who was only to join them has nothing left to do
         if run.over is None and run.view and base and all(self._seat(i).state == "finished" for i in base):
-            self._books.end("left", "")
+            self._books.end("left", self._too_few(len(base)))
         if run.over is None and run.view is None:
             self._first(now)
         elif run.over is None and run.formed:
@@ -137,6 +137,16 @@ class Forming:
         self.new_view(self._staying(base), False, now)
         if run.view is None and finished:
             self._books.end("left", "")
+
+    def _too_few(self, count: int) -> str:
+        """Why a run is no success whose last members' scripts have ended well: no step was taken, and members that were
+        needed have failed; "": it is one."""
+        books = self._books
+        failed = [s for s in books.seats.values() if s.state == "lost" and (s.why == FAILED or s.vain)]
+        if books.run.stepped or count >= books.rules.least or not failed:
+            return ""
+        who = ", ".join(f"member {s.id}" for s in failed)
+        return f"{who} failed before the first step, and {count} of at least {books.rules.least} members were left"
 
     def _all_part(self) -> bool:
         """Whether the scripts of all who are left have ended before the run did: then it is over, as if it had

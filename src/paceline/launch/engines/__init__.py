@@ -71,6 +71,7 @@ class Engine(Protocol):
 
     OPTIONS: ClassVar[tuple[Option, ...]]
     spreads: ClassVar[bool]  # members are under a scheduler, on other hosts: -n N is then N:N
+    elsewhere: ClassVar[bool]  # it looks for GPUs where members will be; else those without a host named run here
 
     def prepare(self, spec: JobSpec) -> JobSpec:
         """The run as it is started here; ConfigError for what cannot be. Starts nothing, asks no other host."""

@@ -50,6 +50,7 @@ class Engine:
         Option(field="apply", help="hand the manifests to kubectl"),
     )
     spreads: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
 
     image: str = ""
     kind: str = "jobset"

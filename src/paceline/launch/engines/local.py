@@ -23,6 +23,7 @@ class Engine:
 
     OPTIONS: ClassVar[tuple[Option, ...]] = ()
     spreads: ClassVar[bool] = False
+    elsewhere: ClassVar[bool] = False
 
     def prepare(self, spec: JobSpec) -> JobSpec:
         """With an address to listen on, where there are other hosts; what is wrong with their list is said here.

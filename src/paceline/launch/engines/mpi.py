@@ -39,7 +39,12 @@ try:
     from paceline.environment import this_host
 except ImportError:  # told by its version
     this_host = socket.gethostname
-said = [socket.gethostname(), platform.python_version(), version("torch"), version("paceline"), this_host()]
+try:
+    from paceline.launch.beforehand import shows_gpu
+except ImportError:
+    shows_gpu = lambda: True
+versions = [platform.python_version(), version("torch"), version("paceline")]
+said = [socket.gethostname(), *versions, this_host(), shows_gpu()]
 os.write(1, f"paceline-rank {json.dumps(said)}\\n".encode())  # at once: others write to the same place
 """
 
@@ -87,6 +92,7 @@ class Engine:
         ),
     )
     spreads: ClassVar[bool] = False
+    elsewhere: ClassVar[bool] = True
 
     mpirun: str = "mpirun"
     interface: str = ""
@@ -120,6 +126,12 @@ class Engine:
                         f"host {other[0]} has {what} {there}, host {mine[0]} has {here}: install the same version "
                         "on all of them"
                     )
+        lacking = sorted({rank[0] for rank in ranks[: spec.num_members] if not rank[5]})
+        if spec.settings.device.startswith("cuda") and lacking:
+            raise ConfigError(
+                f"--device {spec.settings.device}: host {', '.join(lacking)}, where mpirun would start members, shows "
+                "no GPU; name other hosts to --mpirun, or use --device cpu"
+            )
 
     def start(self, spec: JobSpec, shown: Shown) -> MpiJob:
         others = [rank[0] for rank in _ask(self.mpirun, spec.size, spec.python) if rank[4] != this_host()]

@@ -2,7 +2,8 @@
 
 The job runs the same command again, inside (`batch`): there the launcher starts an agent on each node by srun
 (`steps`), so that the run is elastic within the allocation: a lost node is its members lost. With `--requeue`, a run
-whose time is over or whose nodes are taken leaves a checkpoint and waits in the queue again.
+whose time is over or whose nodes are taken leaves a checkpoint and waits in the queue again. Runs that no scheduler can
+have (servers, meshes, torch's own groups) have a step for each member instead (`seats`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from paceline.core.directory import make_directory, new_name, write_private
 from paceline.core.errors import ConfigError
 from paceline.environment import hostlist
 from paceline.environment.slurm import in_step
-from paceline.launch import batch, held, jobs, posts, preflight, preview
+from paceline.launch import batch, held, jobs, posts, preflight, preview, ready, seats
 from paceline.launch import script as scripts
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown, Submitted
 from paceline.launch.held import Held
-from paceline.launch.spec import Elastic, JobSpec
+from paceline.launch.local import Local, LocalJob
+from paceline.launch.ready import Needs
+from paceline.launch.spec import Away, Elastic, JobSpec, Room
 from paceline.launch.steps import Steps
 from paceline.launch.words import words
 from paceline.transport.wires import own_address
@@ -52,6 +55,7 @@ class Engine:
         Option(field="interface", metavar="NAME", help="of the launcher's node, by which others reach it"),
     )
     spreads: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
 
     partition: str = ""
     account: str = ""
@@ -64,45 +68,52 @@ class Engine:
     interface: str = ""
 
     def prepare(self, spec: JobSpec) -> JobSpec:
+        if spec.away:
+            return self.seat(spec, spec.away)
         elastic = spec.elastic
         assert elastic
-        if elastic.hosts or elastic.start_on != Elastic.start_on:
-            raise ConfigError("--hosts and --start-on do not go with --on slurm: the hosts are the nodes of the job")
+        self._check(elastic.hosts or elastic.start_on != Elastic.start_on)
         if not inside(os.environ):
-            if self.nodes and not re.fullmatch(r"[1-9]\d*", self.nodes):
-                raise ConfigError(f"--nodes {self.nodes!r}: give a number of nodes, as in --nodes 2")
             return replace(spec, elastic=replace(elastic, hosts=_LATER))
-        slots = rooms(os.environ, elastic.most - (elastic.slots or 0))
-        total = sum(slots.values()) + (elastic.slots or 0)
-        if total < elastic.least:
-            shown = ", ".join(f"{node} ({count})" for node, count in slots.items())
-            raise ConfigError(
-                f"{elastic.least} members need as many slots, and Slurm job {os.environ['SLURM_JOB_ID']} has {total} "
-                f"tasks: {shown}; ask for more (salloc --ntasks={elastic.least}), or start fewer (-n {total})"
-            )
+        own = elastic.slots or 0
+        slots = _enough(elastic.least, own, rooms(os.environ, elastic.most - own))
         hosts = ",".join(f"{node}:{count}" for node, count in slots.items())
-        way = Steps(python=self.python, cwd=str(Path(spec.cwd or Path.cwd()).absolute()))
-        return replace(spec, elastic=replace(elastic, hosts=hosts, way=way, listen=self._listen(elastic, list(slots))))
+        listen = self._listen(elastic.listen, list(slots))
+        return replace(spec, elastic=replace(elastic, hosts=hosts, way=self._way(spec), listen=listen))
+
+    def seat(self, spec: JobSpec, away: Away) -> JobSpec:
+        self._check(away.hosts)
+        if not inside(os.environ):
+            return replace(spec, away=replace(away, hosts=_LATER))
+        slots = _enough(spec.num_members, 0, rooms(os.environ, spec.num_members))
+        found = {node: Room(count) for node, count in slots.items()}
+        listen = self._listen(away.listen, list(slots))
+        return replace(spec, away=replace(away, rooms=found, way=self._way(spec), listen=listen))
 
     def preview(self, spec: JobSpec) -> str:
-        assert spec.elastic
-        if (way := spec.elastic.way) is None:
+        asked, way, found = _of(spec)
+        if way is None:
             scripts.command(spec.script, spec.args, module=spec.module, python=spec.python, cwd=_cwd(spec))
             name = spec.settings.name or new_name(spec.script, time.time())
             return self._script(spec, Path(spec.settings.root, name)).rstrip("\n")
-        agents = [shlex.join(way.command(name, *room)) for name, room in posts.read(spec.elastic.hosts).items()]
-        scheduler = f"# the scheduler here, at {spec.elastic.listen}:{spec.elastic.port or '<port>'}"
-        return "\n".join([scheduler, *agents, *preview.members(spec), preview.settings(spec)])
+        what = "scheduler" if spec.elastic else "rendezvous"
+        parts = [f"# the {what} here, at {asked.listen}:{asked.port or '<port>'}"]
+        if spec.elastic:
+            parts += [shlex.join(way.command(name, *room)) for name, room in found.items()]
+        else:
+            parts += [*seats.listing(spec, found), f"# each by a step of its own, which starts {spec.script}:"]
+            parts += [shlex.join(way.python_on(name, seats.FAR)[0]) for name in dict.fromkeys(seats.seats(spec, found))]
+        own = preview.members(spec)  # also finds out whether the script can be started
+        return "\n".join([*parts, *(own if spec.elastic else ()), preview.settings(spec)])
 
     def check(self, spec: JobSpec) -> None:
-        assert spec.elastic
-        program = "srun" if spec.elastic.way else "sbatch"
+        program = "srun" if _of(spec)[1] else "sbatch"
         if shutil.which(program) is None:
             raise ConfigError(f"--on slurm needs {program}, which is not installed here: {jobs.INSTALL}")
 
-    def start(self, spec: JobSpec, shown: Shown) -> ElasticJob | Submitted:
-        assert spec.elastic
-        if spec.elastic.way is None:
+    def start(self, spec: JobSpec, shown: Shown) -> ElasticJob | LocalJob | Submitted:
+        _, way, found = _of(spec)
+        if way is None:
             return self._submit(spec)
         given = [o.name for o in self.OPTIONS[:7] if getattr(self, o.field)]
         if given:
@@ -110,7 +121,9 @@ class Engine:
             shown.say(
                 f"warning: {', '.join(given)}: of no effect inside Slurm job {job}, whose nodes there are already"
             )
-        return ElasticJob(spec, spec.elastic, shown.show, say=shown.say)
+        needs = Needs.of(spec, found, way.cwd)
+        ready.look(way, needs, lambda flight: ready.require(flight, spec, way.cwd, "share the disk"), shown.say)
+        return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
 
     # ---- of a run that was submitted
 
@@ -124,6 +137,15 @@ class Engine:
         return jobs.cancel(held.id)
 
     # ----
+
+    def _check(self, hosts: object) -> None:
+        if hosts:
+            raise ConfigError("--hosts and --start-on do not go with --on slurm: the hosts are the nodes of the job")
+        if self.nodes and not re.fullmatch(r"[1-9]\d*", self.nodes):
+            raise ConfigError(f"--nodes {self.nodes!r}: give a number of nodes, as in --nodes 2")
+
+    def _way(self, spec: JobSpec) -> Steps:
+        return Steps(python=self.python, cwd=str(_cwd(spec)))
 
     def _submit(self, spec: JobSpec) -> Submitted:
         named = Path(spec.settings.root, spec.settings.name) if spec.settings.name else None
@@ -150,8 +172,7 @@ class Engine:
 
     def _script(self, spec: JobSpec, directory: Path) -> str:
         settings = spec.settings.with_(name=directory.name, fresh=False).pin("name")
-        assert spec.elastic
-        later = replace(spec, settings=settings, elastic=replace(spec.elastic, hosts=""))
+        later = replace(spec, settings=settings)
         more = ["--python", self.python] if self.python else []
         more += ["--interface", self.interface] if self.interface else []
         start = [self.python or sys.executable, "-P", "-m", "paceline", "run", *more, *words(later, "slurm")]
@@ -161,21 +182,20 @@ class Engine:
 
     def _options(self, spec: JobSpec, directory: Path) -> list[str]:
         """Of sbatch. A lost node must not end the job: the run goes on without it."""
-        assert spec.elastic
-        count = spec.elastic.most - (spec.elastic.slots or 0)
+        count = spec.elastic.most - (spec.elastic.slots or 0) if spec.elastic else spec.num_members
         found = [f"--job-name={directory.name}", f"--output={_log(directory)}", f"--ntasks={count}", "--no-kill"]
         given = {"nodes": self.nodes, "cpus-per-task": spec.threads, "gpus-per-node": self.gpus}
         given |= {"partition": self.partition, "account": self.account, "time": self.time}
         found += [f"--{name}={value}" for name, value in given.items() if value]
         return [*found, *shlex.split(self.sbatch)]
 
-    def _listen(self, elastic: Elastic, nodes: list[str]) -> str:
-        if elastic.listen and self.interface:
+    def _listen(self, listen: str, nodes: list[str]) -> str:
+        if listen and self.interface:
             raise ConfigError("--interface and --listen say the same thing: give one of them")
         if self.interface:
             return preflight.interface_address(self.interface)
-        if elastic.listen:
-            return elastic.listen
+        if listen:
+            return listen
         try:
             return preflight.towards(nodes, own_address)
         except ConfigError:  # names that only Slurm knows
@@ -208,6 +228,28 @@ def rooms(env: Mapping[str, str], members: int) -> dict[str, int]:
     if not env.get("SLURM_NTASKS") or len(counts) != len(nodes):
         counts = [max(1, math.ceil(members / len(nodes)))] * len(nodes)
     return dict(zip(nodes, counts))
+
+
+def _of(spec: JobSpec) -> tuple[Elastic | Away, Steps | None, Mapping[str, Room]]:
+    """Of a spec that was prepared: where it listens, what leads to the nodes (None: they come later), and which."""
+    asked = spec.elastic or spec.away
+    assert asked
+    if asked.way is None:
+        return asked, None, {}
+    assert isinstance(asked.way, Steps)
+    return asked, asked.way, asked.rooms if isinstance(asked, Away) else posts.read(asked.hosts)
+
+
+def _enough(least: int, own: int, slots: dict[str, int]) -> dict[str, int]:
+    """The nodes' slots, if they suffice with those of this host."""
+    total = sum(slots.values()) + own
+    if total >= least:
+        return slots
+    shown = ", ".join(f"{node} ({count})" for node, count in slots.items())
+    raise ConfigError(
+        f"{least} members need as many slots, and Slurm job {os.environ['SLURM_JOB_ID']} has {total} tasks: {shown}; "
+        f"ask for more (salloc --ntasks={least}), or start fewer (-n {total})"
+    )
 
 
 def _cwd(spec: JobSpec) -> Path:

@@ -19,11 +19,12 @@ from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.environment.paceline import VARIABLES
-from paceline.launch import posts, preflight, preview, seats, sync
+from paceline.launch import posts, preflight, preview, ready, seats, sync
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.local import Local, LocalJob
-from paceline.launch.preflight import HERE, Preflight, Report
+from paceline.launch.preflight import Preflight
+from paceline.launch.ready import Needs
 from paceline.launch.secure_shell import SecureShell
 from paceline.launch.spec import Away, Elastic, JobSpec, Room
 from paceline.transport.wires import own_address
@@ -42,6 +43,7 @@ class Engine:
         Option(field="sync", help="copy the working directory to the hosts first"),
     )
     spreads: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
 
     ssh: str = "ssh"
     python: str = ""
@@ -91,20 +93,9 @@ class Engine:
             raise ConfigError(f"--on ssh needs {first}, which is not installed: apt-get install openssh-client")
 
     def start(self, spec: JobSpec, shown: Shown) -> ElasticJob | LocalJob:
-        asked, way, rooms = _of(spec)
-        least = sum(room.slots for room in rooms.values())  # members that stay have their seats
-        if spec.elastic:
-            least = spec.elastic.least - spec.elastic.own_slots
-        with Preflight(way, list(rooms)) as flight:
-            flight.meet(way.cwd)
-            _judge(flight.report, least, rooms)
-            self._bring_files(flight, spec, way, shown)
-            flight.routes(asked.listen)
-            flight.measure(asked.listen, asked.port)
-            _judge(flight.report, least, rooms)
-        for line in [*flight.report.unreached.values(), *preflight.crowded(flight.report.facts, _slots(rooms))]:
-            shown.say(f"warning: {line}")
-        shown.say(told(flight.report))
+        _, way, rooms = _of(spec)
+        needs = Needs.of(spec, rooms, way.cwd)
+        ready.look(way, needs, lambda flight: self._bring_files(flight, spec, way, shown), shown.say)
         return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
 
     def _way(self, spec: JobSpec) -> SecureShell:
@@ -128,25 +119,7 @@ class Engine:
             for host, facts in apart.items():
                 sync.send(way.words, host, Path(way.cwd), names, rsync=facts.rsync)
             shown.say(f"copied {len(names)} files to {', '.join(apart)}")
-        if missing := [host for host, facts in apart.items() if not self.sync and not facts.cwd]:
-            raise ConfigError(
-                f"host {', '.join(missing)}: there is no {way.cwd}; copy it there (--sync does), or share the disk"
-            )
-        script = str(Path(way.cwd) / spec.script)
-        if not spec.module and (missing := flight.exists(script)):
-            raise ConfigError(f"host {', '.join(missing)}: there is no {script}; copy it there (--sync does)")
-
-
-def told(report: Report) -> str:
-    """What was found, in a line."""
-    first = next(iter(report.facts.values()))
-    hosts = "1 host" if len(report.facts) == 1 else f"{len(report.facts)} hosts"
-    by = f" ({report.interface[HERE]})" if report.interface.get(HERE) else ""
-    text = f"{hosts} with Python {first.python}, torch {first.torch}; this one is reached at {report.address[HERE]}{by}"
-    if slowest := report.slowest:
-        (source, to), link = slowest
-        text += f"; slowest link {source} to {to}: {link.bytes_per_s * 8 / 1e6:.0f} Mbit/s, {link.rtt_s * 1e3:.2g} ms"
-    return text
+        ready.require(flight, spec, way.cwd, "copy it there (--sync does), or share the disk")
 
 
 def _of(spec: JobSpec) -> tuple[Elastic | Away, SecureShell, Mapping[str, Room]]:
@@ -168,10 +141,6 @@ def _rooms(hosts: str, members: int) -> dict[str, Room]:
     return {name: Room(each, room.labels) for name, room in rooms.items()}
 
 
-def _slots(rooms: Mapping[str, Room]) -> dict[str, int]:
-    return {name: room.slots for name, room in rooms.items()}
-
-
 def _check_slots(least: int, own: int, rooms: Mapping[str, Room]) -> None:
     total = sum(room.slots for room in rooms.values()) + own
     if total < least:
@@ -180,16 +149,6 @@ def _check_slots(least: int, own: int, rooms: Mapping[str, Room]) -> None:
             f"{least} members need as many slots, and there are {total}: {shown}; name more hosts, give them more "
             f"(--hosts a:4), or start fewer (-n {total})"
         )
-
-
-def _judge(report: Report, least: int, rooms: Mapping[str, Room]) -> None:
-    """Raise what would stop the run. Without a host that is not reached an elastic run can begin."""
-    wrong = list(report.wrong)
-    left = sum(room.slots for name, room in rooms.items() if name not in report.unreached)
-    if left < least or len(report.unreached) == len(rooms):
-        wrong = [*report.unreached.values(), *wrong]
-    if wrong:
-        raise ConfigError("\n  ".join(wrong if len(wrong) == 1 else ["the hosts are not ready:", *wrong]))
 
 
 def _carried(environ: Mapping[str, str]) -> dict[str, str]:

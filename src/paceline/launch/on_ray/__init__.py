@@ -6,6 +6,9 @@
     post        an agent as the launcher sees it, and keeps it
     keeper      the same for the scheduler, which Ray starts again
     gauges      what members do, for Ray's metrics
+    seat_host   in place of an agent, where members stay: with servers, meshes and torch's own groups
+    desk        the way to these, and
+    relay       what stands for each of them at the launcher
 
 Ray is imported inside of functions, and only where a run is on Ray.
 """

@@ -19,6 +19,7 @@ from paceline.launch.on_ray.actors import HostAgent
 from paceline.launch.on_ray.cluster import PIP, Cluster, Node, Share, enter, too_few
 from paceline.launch.on_ray.keeper import ActorKeeper
 from paceline.launch.on_ray.post import Post, first_line
+from paceline.launch.on_ray.seat_host import SeatHost
 from paceline.launch.preflight import Facts
 from paceline.launch.spec import Room
 from paceline.membership.scheduler import Parameters
@@ -54,6 +55,7 @@ class RayGround:
         labels: of all members.
         address: of the cluster; see `cluster.enter`.
         working_dir: which Ray is to bring to the nodes; "": they have it.
+        stays: where members work that stay, on nodes that have it; such a run has other actors (`seat_host`).
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class RayGround:
         *,
         address: str = "",
         working_dir: str = "",
+        stays: str | None = None,
     ) -> None:
         self._share, self._least, self._most = share, least, most
         self._labels, self._address, self._working_dir = labels, address, working_dir
+        self._stays = stays
         self._joined: Cluster | None = None
         self._groups: list[_Group] = []
         self._names: dict[tuple[str, int, str], str] = {}  # by group, bundle and node
@@ -118,6 +122,11 @@ class RayGround:
 
         asked = {name: actor.exists.remote(path) for name, actor in self._made.items()}
         return [name for name, answer in asked.items() if not ray.get(answer, timeout=_HELLO_S)]
+
+    @property
+    def actors(self) -> dict[str, Any]:
+        """Those that were met, by host."""
+        return dict(self._made)
 
     def hosts(self) -> dict[str, Room]:
         """One for each bundle that is placed; its node's name tells it from others."""
@@ -178,7 +187,7 @@ class RayGround:
         spot = self._spots[name]
         needs = self._share.times(room.slots)
         times = self._started[name] = self._started.get(name, 0) + 1
-        made = ray.remote(HostAgent).options(
+        made = ray.remote(HostAgent if self._stays is None else SeatHost).options(
             name=f"paceline-agent-{name}" + (f"-{times}" if times > 1 else ""),
             num_cpus=needs["CPU"],
             num_gpus=needs.get("GPU", 0),
@@ -186,7 +195,10 @@ class RayGround:
             max_concurrency=8,
             scheduling_strategy=PlacementGroupSchedulingStrategy(spot.group.handle, spot.bundle),
         )
-        return made.remote(name, room.slots, room.labels, synced=bool(self._working_dir))
+        synced = bool(self._working_dir)
+        if self._stays is not None:
+            return made.remote(name, room.slots, room.labels, cwd="" if synced else self._stays)
+        return made.remote(name, room.slots, room.labels, synced=synced)
 
     def _name(self, spot: _Spot, nodes: Mapping[str, Node]) -> str:
         key = (spot.group.handle.id.hex(), spot.bundle, spot.node)
