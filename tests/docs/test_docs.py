@@ -342,9 +342,10 @@ def test_settings_are_complete() -> None:
 def test_options_are_complete() -> None:
     page = (ROOT / "docs/reference/cli.md").read_text()
     table = page[: page.index("## paceline status")]
-    documented = {
-        word for cell in cells("docs/reference/cli.md") for word in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", cell)
-    }
+    rows = [
+        line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")
+    ]  # other commands have their own
+    documented = {word for cell in rows for word in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", cell)}
     known = {option for option in run_command._parser().takes_value if option not in ("-h", "--help")}
     assert documented - {"-m"} == known
     for name, option in ((f, "--" + f.replace("_", "-")) for f in NAMES):
