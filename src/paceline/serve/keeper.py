@@ -179,7 +179,8 @@ class Keeper:
             if not before:
                 raise ConfigError(f"there is no version before {orders.serving} on the shelf")
             to = before[-1]
-            withdrawn = max(orders.withdrawn, orders.serving)
+            here = {version.number for version in self._shelf.versions()}
+            withdrawn = (*(number for number in orders.withdrawn if number in here), orders.serving)
             self._shelf.order(replace(orders, serving=to.number, paused=True, withdrawn=withdrawn))
             self._best = to.metric
             self._changed.notify_all()
@@ -188,10 +189,10 @@ class Keeper:
 
     def _serve_newest(self) -> None:
         orders = self._shelf.orders()
-        newer = [version for version in self._shelf.versions() if version.number > orders.withdrawn]
-        if newer and orders.pinned is None and not orders.paused:
-            self._shelf.serve(newer[-1].number)
-            self._count(newer[-1].metric)
+        good = [version for version in self._shelf.versions() if version.number not in orders.withdrawn]
+        if good and orders.pinned is None and not orders.paused:
+            self._shelf.serve(good[-1].number)
+            self._count(good[-1].metric)
         self._changed.notify_all()
 
     def _count(self, metric: float | None) -> None:
@@ -213,8 +214,8 @@ class Keeper:
         if orders.pinned not in left:
             orders = replace(orders, pinned=None)
         if orders.serving not in left:
-            below = [number for number in left if number > orders.withdrawn] or list(left)
-            orders = replace(orders, serving=max(below, default=0))
+            good = [number for number in left if number not in orders.withdrawn] or list(left)
+            orders = replace(orders, serving=max(good, default=0))
         self._shelf.order(orders)
         for version in left.values():
             if version.number <= orders.serving:
@@ -287,7 +288,7 @@ class Keeper:
             self._lost_since, self._why, self._pause_s = 0.0, "", _SOON_S
             if update:
                 self._seen = update.version, update.made_at
-        if update:
+        if update and update.tensors:  # else all is as it was
             self._merged.take(update)
             self._candidate = update.version, update.made_at
 
@@ -309,7 +310,7 @@ class Keeper:
             if orders.paused or self._closing:
                 return False  # it stays a candidate
             numbers = [v.number for v in self._shelf.versions()]
-        number = 1 + max([*numbers, orders.serving, orders.withdrawn])
+        number = 1 + max([*numbers, orders.serving, *orders.withdrawn])
         base = self._base if self._base in numbers else None
         new = self._merged.tensors if base is None else self._merged.fresh()
         self._shelf.put(Version(number=number, source_version=version, made_at=made_at, metric=metric), new, base)

@@ -49,7 +49,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     serving: int = 0  # 0: nothing yet
     pinned: int | None = None
     paused: bool = False
-    withdrawn: int = 0  # versions up to this one are served only where they are named: it was rolled back
+    withdrawn: tuple[int, ...] = ()  # rolled back: served only where they are pinned
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

@@ -1,6 +1,7 @@
 """Those outside a run: they read its weights, watch it, leave samples for it, or bring what they have learnt.
 
-outsider   what `paceline.connect` gives, with a `line` to each desk
+outsider   what `paceline.connect` gives, with `desks`: a `line` to each
+follower   from version to version; `changes`: only what changed; `bodies`: weights as they are held
 desk       the run's side: one at every server; what both sides say is in `visits`
 copies     weights of one version, for readers
 watching   how the run stands
