@@ -67,7 +67,7 @@ def main() -> None:
             print(found)
         transfer.head(model, classes=5)
         transfer.freeze(model, "0", "1")
-        kept = transfer.features(model, "1", new, Path("features") / run.settings.name, run=run)
+        kept = transfer.features(model, "1", new, run.dir / "features", run=run)
         _, top = transfer.cut(model, "1")
 
         optimizer = run.optimizer(torch.optim.Adam(transfer.groups(top, lr=3e-3)), top)
