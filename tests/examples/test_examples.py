@@ -124,6 +124,21 @@ def test_sharded_gpt_tells_its_plan_and_learns() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_online_follows_a_camera_that_turns(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    words = ["--still", "2000", "--turning", "3200", "--out", "curves.svg"]
+    command = [sys.executable, str(EXAMPLES / "online.py"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    follows, stays = (float(number) for number in re.findall(r"(\d+\.\d)% right", done.stdout))
+    assert follows > 50
+    assert follows > stays + 25
+    picture = (tmp_path / "curves.svg").read_text()
+    curves = re.findall(r'points="([^"]+)"', picture)
+    assert [len(curve.split()) > 30 for curve in curves] == [True, True]
+
+
 def test_transfer_on_two_members(tmp_path: Path) -> None:
     """Pictures that are brighter the higher the kind, so that few tell them apart."""
     generator = torch.Generator().manual_seed(0)

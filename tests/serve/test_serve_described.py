@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from _served import Served
+from _serving import Served
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from _served import Served, until
+from _serving import Served, until
 
 X = [[[1, 2, 3], [4, 5, 6]]]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from _served import NET, Served, made, weights
+from _serving import NET, Served, made, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save

@@ -64,6 +64,13 @@ def _parser() -> Parser:
     parser.option(
         "--input", parse=shape, metavar="SHAPE", action="append", help="of one item, as in 3x224x224 or 128:int64"
     )
+    parser.option(
+        "--label",
+        parse=_label,
+        metavar="SHAPE",
+        default=default.label,
+        help="of one label for /learn, as in float32 or 10:float32 (int64: the number of a class)",
+    )
     parser.option("--host", parse=str, metavar="ADDRESS", default="127.0.0.1", help="to listen on (127.0.0.1)")
     parser.option(
         "--port", parse=whole(0), metavar="P", default=8000, help="of that address; 0: any that is free (8000)"
@@ -151,6 +158,7 @@ def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
 def _serve(given: Namespace) -> int:
     from paceline.serve import house
     from paceline.serve.keeper import Keeper, Rules
+    from paceline.serve.learner import make_learner
     from paceline.serve.prepare import make_model
     from paceline.serve.settings import Settings
     from paceline.serve.shelf import Shelf
@@ -163,8 +171,10 @@ def _serve(given: Namespace) -> int:
     listener = _listen(given.host, given.port)
     model, _, _ = make_model(given.model)
     settings = Settings(
+        name=source.what,
         model=given.model,
         inputs=tuple((tuple(sizes), kind) for sizes, kind in given.input or ()),
+        label=given.label,
         replicas=given.replicas or min(_MOST_REPLICAS, len(os.sched_getaffinity(0))),
         threads=given.threads or 0,
         max_batch_size=given.max_batch_size,
@@ -184,7 +194,8 @@ def _serve(given: Namespace) -> int:
         nonlocal told
         if not told:
             told = True
-            _say(f"answers at {address}/predict, described at {address}/docs ({settings.replicas} replicas, {said})")
+            where = f"{address}/predict, page at {address}/, described at {address}/docs"
+            _say(f"answers at {where} ({settings.replicas} replicas, {said})")
 
     if where_from:
         _say(where_from)
@@ -192,7 +203,18 @@ def _serve(given: Namespace) -> int:
     def make_keeper(shelf: Path) -> Keeper:
         return Keeper(Shelf(shelf), source, Rules(every_s=given.every_s), model=model, holdout=holdout, say=_say)
 
-    return house.serve(settings, listener, make_keeper, say=_say, started=started)
+    return house.serve(settings, listener, make_keeper, make_learner(source), say=_say, started=started)
+
+
+def _label(text: str) -> tuple[tuple[int, ...], str]:
+    """
+    >>> _label("float32"), _label("10:float32")
+    (((), 'float32'), ((10,), 'float32'))
+    """
+    if text.isidentifier():
+        return (), text
+    sizes, kind = shape(text)
+    return tuple(sizes), kind
 
 
 def _holdout(given: Namespace) -> Holdout | None:

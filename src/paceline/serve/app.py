@@ -1,4 +1,4 @@
-"""The pages around /predict, by FastAPI: health, readiness, metrics, versions, and a description that is true.
+"""The pages around /predict, by FastAPI: health, metrics, versions, learning, status, and a description that is true.
 
 /predict is here too, for requests that the fast lane leaves (large or chunked bodies, other kinds of clients); both end
 in `Predict`, so they answer alike. What only the parent knows (counts of all replicas, versions) is asked of it.
@@ -6,6 +6,7 @@ in `Predict`, so they answer alike. What only the parent knows (counts of all re
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
@@ -15,13 +16,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.serve import description
 from paceline.serve.fields import Field
+from paceline.serve.labelled import Labelled
+from paceline.serve.page import make_page
 from paceline.serve.predict import VERSION, Answer, Predict, permitted, refusal
 from paceline.serve.refused import Refused
 from paceline.serve.settings import JSON
 
-OPEN = ("/health", "/ready")  # without a token: who looks after processes has none
+OPEN = ("/health", "/ready", "/")  # without a token: who looks after processes has none, and the page asks for it
 ORDERS = ("pin", "unpin", "pause", "resume", "rollback")
-Relay = Callable[[str, int | None], Awaitable[tuple[int, str, bytes]]]  # order, version -> status, kind, body
+# An order or a question, or samples for the run; and a version -> status, kind, body.
+Relay = Callable[[str | list[bytes], int | None], Awaitable[tuple[int, str, bytes]]]
 
 
 class Pin(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,7 +34,7 @@ class Pin(msgspec.Struct, forbid_unknown_fields=True):
     version: Annotated[int, msgspec.Meta(ge=1, le=description.MOST)]
 
 
-def make_app(predict: Predict, relay: Relay, ready: Callable[[], str]) -> FastAPI:
+def make_app(predict: Predict, labelled: Labelled, relay: Relay, ready: Callable[[], str]) -> FastAPI:
     """`ready` says why this replica is not ready, or "" when it is."""
     app = FastAPI(title="Paceline", description=description.TEXT, version="1", redirect_slashes=False)
     answers = description.ANSWERS
@@ -43,6 +47,32 @@ def make_app(predict: Predict, relay: Relay, ready: Callable[[], str]) -> FastAP
         except Refused as refused:
             return _response(predict.refuse(refused))
         return _response(await predict.answer(head, body))
+
+    @app.post(
+        "/learn",
+        status_code=202,
+        responses=description.LEARN,
+        openapi_extra=description.labelled([], labelled.label),
+        summary="Labelled items, for the run to learn from",
+    )
+    async def post_learn(request: Request) -> Response:
+        try:
+            body = await _body(request, predict.settings.max_body_bytes)
+            kind = request.headers.get("content-type", JSON)
+            samples = await asyncio.to_thread(labelled.samples, kind, body)
+        except Refused as refused:
+            return _response(refusal(refused))
+        return await _relayed(relay, samples, None)
+
+    page = make_page()
+
+    @app.get("/", include_in_schema=False)
+    async def look() -> Response:
+        return Response(page.body, headers=page.headers, media_type="text/html; charset=utf-8")
+
+    @app.get("/status", summary="What the page at / shows", responses=description.VERSIONS)
+    async def status() -> Response:
+        return await _relayed(relay, "status", None)
 
     @app.get("/health", summary="Whether the process lives", response_model=dict[str, str])
     async def health() -> Response:
@@ -93,30 +123,46 @@ def make_app(predict: Predict, relay: Relay, ready: Callable[[], str]) -> FastAP
     return app
 
 
-def describe(app: FastAPI, inputs: list[Field], outputs: list[Field]) -> None:
-    """Put the model's fields into the description of /predict, once they are known."""
+def describe(app: FastAPI, inputs: list[Field], outputs: list[Field], label: Field) -> None:
+    """Put the model's fields into the description of /predict and /learn, once they are known."""
     for route in app.routes:
         if getattr(route, "path", "") == "/predict":
             route.openapi_extra = description.body(inputs, outputs)  # type: ignore[attr-defined]
             route.responses = {**description.ANSWERS, 200: description.result(outputs)}  # type: ignore[attr-defined]
+        elif getattr(route, "path", "") == "/learn":
+            route.openapi_extra = description.labelled(inputs, label)  # type: ignore[attr-defined]
     app.openapi_schema = None
 
 
 class _Guard:
-    """Asks for the token on every page but OPEN and /predict, which asks by itself."""
+    """Asks for the token on every page but OPEN and /predict, which asks by itself.
+
+    A page of another site cannot give orders through its visitor's browser, which may reach us where it cannot: a
+    browser says whose page it is.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._token and scope["type"] == "http" and scope["path"] not in (*OPEN, "/predict"):
+        if scope["type"] == "http" and scope["path"] not in (*OPEN, "/predict"):
             headers = dict(scope["headers"])
             if not permitted(self._token, headers.get(b"authorization", b"")):
                 why = "the header 'Authorization: Bearer TOKEN' is missing, or its token is another one"
                 await _response(refusal(Refused(401, why)))(scope, receive, send)
                 return
+            if scope["method"] == "POST" and _is_foreign(headers):
+                why = f"a page of {headers[b'origin'].decode('latin-1')} may not do this"
+                await _response(refusal(Refused(403, why)))(scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+
+def _is_foreign(headers: dict[bytes, bytes]) -> bool:
+    """Whether it is the script of a page that came from elsewhere."""
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host", b"")
 
 
 async def _body(request: Request, most: int) -> bytes:
@@ -132,9 +178,10 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(pieces)
 
 
-async def _relayed(relay: Relay, what: str, version: int | None) -> Response:
+async def _relayed(relay: Relay, what: str | list[bytes], version: int | None) -> Response:
     status, kind, body = await relay(what, version)
-    return Response(body, status, media_type=kind)
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return Response(body, status, headers, kind)
 
 
 def _response(answer: Answer) -> Response:

@@ -27,25 +27,28 @@ _KEPT = 64  # headers of safetensors that were understood before: one who asks o
 _HEADER_BYTES = 1 << 16
 
 
-def json_reader(fields: Sequence[Field]) -> Callable[[bytes], Arrays]:
-    """What reads a JSON body."""
-    kinds = [_nested(field) for field in fields]
-    if len(fields) == 1:
-        body = msgspec.defstruct("Body", [("inputs", kinds[0])], forbid_unknown_fields=True)
-    else:
-        named = msgspec.defstruct("Inputs", [(f.name, k) for f, k in zip(fields, kinds)], forbid_unknown_fields=True)
-        body = msgspec.defstruct("Body", [("inputs", named)], forbid_unknown_fields=True)
-    decode = msgspec.json.Decoder(body).decode
+def json_reader(inputs: Sequence[Field], label: Field | None = None) -> Callable[[bytes], Arrays]:
+    """What reads a JSON body; with `label`, one that has labels too, which come last."""
+    fields = [*inputs, label] if label else list(inputs)
+    kind: Any = _nested(inputs[0])
+    if len(inputs) > 1:
+        kind = msgspec.defstruct("Inputs", [(f.name, _nested(f)) for f in inputs], forbid_unknown_fields=True)
+    more = [(label.name, _nested(label))] if label else []
+    form = msgspec.defstruct("Body", [("inputs", kind), *more], forbid_unknown_fields=True)
+    decode = msgspec.json.Decoder(form).decode
     targets = [(field, field.numpy) for field in fields]
 
     def read(data: bytes) -> Arrays:
         try:
-            inputs = decode(data).inputs  # type: ignore[attr-defined]
+            body = decode(data)
         except msgspec.ValidationError as error:
             raise Refused(422, f"{error}; wanted: {wanted(fields)}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON: {error}") from None
-        values = [inputs] if len(fields) == 1 else [getattr(inputs, field.name) for field in fields]
+        given = body.inputs  # type: ignore[attr-defined]
+        values = [given] if len(inputs) == 1 else [getattr(given, field.name) for field in inputs]
+        if label:
+            values.append(getattr(body, label.name))
         arrays = []
         for (field, dtype), value in zip(targets, values):
             try:

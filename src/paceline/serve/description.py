@@ -45,9 +45,24 @@ ORDERED = {
     **VERSIONS,
     **_refusals(
         (400, "The body cannot be read"),
+        (403, "Asked by a page of another site"),
         (409, "The order cannot be followed"),
         (413, "Too many bytes"),
         (422, "The body has another shape"),
+    ),
+}
+LEARN = {
+    202: {"description": "Taken, and how many wait for the run", "content": {JSON: {"schema": {"type": "object"}}}},
+    **_refusals(
+        (400, "The body cannot be read"),
+        (401, "The token is missing or wrong"),
+        (403, "Asked by a page of another site"),
+        (409, "What is served is no run, so nothing can learn"),
+        (413, "Too many bytes, or too many items"),
+        (415, "No such kind of body"),
+        (422, "The body has another shape or type, values that are not finite, or classes that there are not"),
+        (429, "Too many samples wait: Retry-After says when to ask again"),
+        (503, "Not ready, or the run takes no samples: Retry-After says when to ask again"),
     ),
 }
 PIN = {
@@ -69,8 +84,7 @@ PIN = {
 
 def body(inputs: Sequence[Field], outputs: Sequence[Field]) -> dict[str, Any]:
     """The request of /predict, for a model with these fields; without any, before they are known."""
-    named = {field.name: _items(field) for field in inputs}
-    inner = _items(inputs[0]) if len(inputs) == 1 else _object(named) if inputs else {}
+    inner = _inputs(inputs)
     deadline = {
         "name": "X-Paceline-Deadline-Ms",
         "in": "header",
@@ -87,6 +101,12 @@ def body(inputs: Sequence[Field], outputs: Sequence[Field]) -> dict[str, Any]:
     }
 
 
+def labelled(inputs: Sequence[Field], label: Field) -> dict[str, Any]:
+    """The request of /learn."""
+    schema = _object({"inputs": _inputs(inputs), label.name: _items(label)})
+    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}, SAFETENSORS: _BINARY}}}
+
+
 def result(outputs: Sequence[Field]) -> dict[str, Any]:
     """The answer of /predict that has a result."""
     named = {field.name: _items(field, out=True) for field in outputs}
@@ -94,6 +114,12 @@ def result(outputs: Sequence[Field]) -> dict[str, Any]:
     content = {JSON: {"schema": _object({"outputs": inner, "version": {"type": "integer"}})}, SAFETENSORS: _BINARY}
     header = {"description": "The version that made the result", "schema": {"type": "integer"}}
     return {"description": "Results, item by item", "content": content, "headers": {"X-Paceline-Version": header}}
+
+
+def _inputs(fields: Sequence[Field]) -> dict[str, Any]:
+    if len(fields) == 1:
+        return _items(fields[0])
+    return _object({field.name: _items(field) for field in fields}) if fields else {}
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def inputs_of(
 ) -> list[Field]:
     """What the model's forward takes; ConfigError where neither `--input` nor example_inputs() says it."""
     if given:
-        shapes = [(shape, _dtype(kind)) for shape, kind in given]
+        shapes = [(shape, dtype_of("--input", kind)) for shape, kind in given]
         return [Field(name, shape, dtype) for name, (shape, dtype) in zip(_names(model, len(shapes)), shapes)]
     found = getattr(module, EXAMPLE, None)
     if not callable(found):
@@ -103,8 +103,9 @@ def _names(model: nn.Module, count: int) -> list[str]:
     return names[:count]
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(option: str, name: str) -> torch.dtype:
+    """What is called so in an option."""
     if name not in TYPES:
-        raise ConfigError(f"--input: {name!r} is not a type of elements: {nearest(name, TYPES)}")
+        raise ConfigError(f"{option}: {name!r} is not a type of elements: {nearest(name, TYPES)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

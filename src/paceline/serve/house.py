@@ -29,10 +29,13 @@ import msgspec
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.serve import counts
+from paceline.serve import learner as learning
 from paceline.serve.counts import Counts
-from paceline.serve.keeper import Keeper
-from paceline.serve.messages import Ask, Closed, Drain, Failed, Line, Ready, Reply, Tell, Told
+from paceline.serve.keeper import Keeper, Standing
+from paceline.serve.learner import Learner
+from paceline.serve.messages import Ask, Closed, Drain, Failed, Learn, Line, Ready, Reply, Tell, Told
 from paceline.serve.predict import refusal
+from paceline.serve.record import Record, Status, totals
 from paceline.serve.refused import Refused
 from paceline.serve.replica import SETTINGS, SHELF
 from paceline.serve.settings import JSON, Settings
@@ -73,6 +76,7 @@ class House:
         listener: socket.socket,
         directory: Path,
         keeper: Keeper,
+        learner: Learner | None,
         *,
         say: Callable[[str], None],
         started: Callable[[str], None],
@@ -81,6 +85,8 @@ class House:
         self._listener = listener
         self._directory = directory
         self._keeper = keeper
+        self._learner = learner  # None: what is served is no run
+        self._record = Record()
         self._say = say
         self._started = started  # once, with how replicas compute
         self._seats = [Seat(index) for index in range(settings.replicas)]
@@ -255,6 +261,7 @@ class House:
         while True:
             await asyncio.sleep(_WATCH_S)
             await self._collect()
+            await self._write_down()
             for seat in self._seats:
                 if seat.ready and seat.process and time.monotonic() - seat.heard > _SILENT_S:
                     self._say(f"replica {seat.index} has not answered for {_SILENT_S:g} s")
@@ -274,15 +281,29 @@ class House:
         for number, _ in asked:
             del self._told[number]
 
+    async def _write_down(self) -> None:
+        try:
+            standing = await asyncio.to_thread(self._keeper.state)
+        except PacelineError:  # whoever asks is told
+            return
+        served = [version.metric for version in standing.versions if version.number == standing.current]
+        self._record.add(time.time(), self._summed(), served[0] if served else None)
+
     # What is asked over HTTP.
 
-    async def _reply(self, line: Line, ask: Ask) -> None:
+    async def _reply(self, line: Line, ask: Ask | Learn) -> None:
         try:
-            status, kind, body = await self._answer(ask)
-        except PacelineError as error:
-            answer = refusal(Refused(409, str(error)))
+            status, kind, body = await self._answer(ask) if isinstance(ask, Ask) else self._learn(ask)
+        except (PacelineError, Refused) as error:
+            answer = refusal(error if isinstance(error, Refused) else Refused(409, str(error)))
             status, kind, body = answer.status, answer.kind, answer.body
         line.send(Reply(ask.number, status, kind, body))
+
+    def _learn(self, learn: Learn) -> tuple[int, str, bytes]:
+        if self._learner is None:
+            raise Refused(409, "what is served is no run, so nothing can learn: serve a run by its name or directory")
+        waiting = self._learner.put(learn.samples).waiting
+        return 202, JSON, msgspec.json.encode({"taken": len(learn.samples), "waiting": waiting})
 
     async def _answer(self, ask: Ask) -> tuple[int, str, bytes]:
         if ask.what == "metrics":
@@ -291,6 +312,7 @@ class House:
         keeper = self._keeper
         orders: dict[str, Callable[[], object]] = {
             "versions": lambda: None,
+            "status": lambda: None,
             "pin": functools.partial(keeper.pin, ask.version or 0),
             "unpin": keeper.unpin,
             "pause": keeper.pause,
@@ -298,20 +320,41 @@ class House:
             "rollback": keeper.roll_back,
         }
         await asyncio.to_thread(orders[ask.what])
-        return 200, JSON, msgspec.json.encode(await asyncio.to_thread(keeper.state))
+        standing = await asyncio.to_thread(keeper.state)
+        return 200, JSON, msgspec.json.encode(self._status(standing) if ask.what == "status" else standing)
+
+    def _status(self, standing: Standing) -> Status:
+        answered, refused = totals(self._summed())
+        return Status(
+            name=self._settings.name,
+            now=time.time(),
+            standing=msgspec.structs.replace(standing, metrics=[]),  # the record has them, second by second
+            seconds=self._record.columns(),
+            replicas=self._states(),
+            answered=answered,
+            refused=refused,
+            learning=self._learner.state() if self._learner else None,
+        )
 
     def _metrics(self) -> str:
+        told = counts.text(self._summed(), self._states(), self._starts)
+        return told + learning.text(self._learner.state()) if self._learner else told
+
+    def _states(self) -> dict[str, int]:
         states = {"ready": 0, "starting": 0, "down": 0}
         for seat in self._seats:
             states["ready" if seat.ready else "starting" if seat.process else "down"] += 1
-        summed = counts.total([self._gone, *(seat.counts for seat in self._seats)])
-        return counts.text(summed, states, self._starts)
+        return states
+
+    def _summed(self) -> Counts:
+        return counts.total([self._gone, *(seat.counts for seat in self._seats)])
 
 
 def serve(
     settings: Settings,
     listener: socket.socket,
     make_keeper: Callable[[Path], Keeper],
+    learner: Learner | None = None,
     *,
     say: Callable[[str], None],
     started: Callable[[str], None],
@@ -329,20 +372,16 @@ def serve(
                 if stands.refusals:
                     raise ConfigError(stands.refusals[-1].reason)
                 say(f"waits for the first version: {stands.source}")
-            return asyncio.run(_run(settings, listener, directory, keeper, say, started))
+            house = functools.partial(House, settings, listener, directory, keeper, learner, say=say, started=started)
+            return asyncio.run(_run(house))
         finally:
+            if learner:
+                learner.close()
             keeper.close()
 
 
-async def _run(
-    settings: Settings,
-    listener: socket.socket,
-    directory: Path,
-    keeper: Keeper,
-    say: Callable[[str], None],
-    started: Callable[[str], None],
-) -> int:
-    return await House(settings, listener, directory, keeper, say=say, started=started).run()
+async def _run(make: Callable[[], House]) -> int:
+    return await make().run()
 
 
 def _environment(settings: Settings) -> dict[str, str]:

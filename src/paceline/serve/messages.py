@@ -48,6 +48,13 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     version: int | None = None
 
 
+class Learn(msgspec.Struct, frozen=True, tag=True):
+    """From a replica, for one who posted them: samples for the run, packed."""
+
+    number: int
+    samples: list[bytes]
+
+
 class Tell(msgspec.Struct, frozen=True, tag=True):
     """From the parent: send your counts."""
 
@@ -55,7 +62,7 @@ class Tell(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
-    """From the parent: the answer to Ask."""
+    """From the parent: the answer to Ask or Learn."""
 
     number: int
     status: int
@@ -67,7 +74,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     """From the parent: finish what is under way, then end."""
 
 
-Upward: TypeAlias = Ready | Failed | Closed | Told | Ask
+Upward: TypeAlias = Ready | Failed | Closed | Told | Ask | Learn
 Downward: TypeAlias = Tell | Reply | Drain
 _encode = msgspec.msgpack.Encoder().encode
 _UPWARD: msgspec.msgpack.Decoder[Upward] = msgspec.msgpack.Decoder(Upward)

@@ -30,7 +30,8 @@ from paceline.serve.batcher import Batcher
 from paceline.serve.counts import Counts
 from paceline.serve.engine import Engine
 from paceline.serve.fast_lane import FastLane
-from paceline.serve.messages import Ask, Closed, Downward, Drain, Failed, Line, Ready, Reply, Tell, Told
+from paceline.serve.labelled import Labelled
+from paceline.serve.messages import Ask, Closed, Downward, Drain, Failed, Learn, Line, Ready, Reply, Tell, Told
 from paceline.serve.predict import Predict, refusal
 from paceline.serve.prepare import Prepared, prepare
 from paceline.serve.refused import Refused
@@ -65,7 +66,8 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._line = await Line.over(self._talk)
         self._predict = Predict(self._settings, self._counts)
-        self._app = make_app(self._predict, self._relay, self._not_ready)
+        self._labelled = Labelled(self._settings)
+        self._app = make_app(self._predict, self._labelled, self._relay, self._not_ready)
         FastLane.predict = self._predict
         FastLane.closed = lambda *_: self._line.send(Closed())
         self._config = uvicorn.Config(self._app, http=FastLane, ws="none", lifespan="off", log_config=None)
@@ -108,7 +110,8 @@ class Replica:
             watch=self._counts,
         )
         self._predict.ready(made.engine, self._batcher)
-        describe(self._app, made.engine.inputs, made.engine.outputs)
+        self._labelled.ready(made.engine.inputs, made.engine.outputs)
+        describe(self._app, made.engine.inputs, made.engine.outputs, self._labelled.label)
         self._line.send(Ready(made.said))
 
     def _not_ready(self) -> str:
@@ -206,10 +209,10 @@ class Replica:
             counts.version, counts.swaps = self._engine.version, self._engine.swaps
         return counts
 
-    async def _relay(self, what: str, version: int | None) -> tuple[int, str, bytes]:
+    async def _relay(self, what: str | list[bytes], version: int | None) -> tuple[int, str, bytes]:
         number = next(self._numbers)
         future = self._asked[number] = self._loop.create_future()
-        self._line.send(Ask(number, what, version))
+        self._line.send(Ask(number, what, version) if isinstance(what, str) else Learn(number, what))
         try:
             reply = await asyncio.wait_for(future, _RELAY_S)
         except TimeoutError:

@@ -13,8 +13,10 @@ FORMS = ("auto", "eager", "compile", "export")
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One value per option; 0 where a measurement decides."""
 
+    name: str = "Paceline serve"  # of what is served, for the page
     model: str  # FILE:FUNCTION or package.module:FUNCTION, which makes the module
     inputs: tuple[tuple[tuple[int, ...], str], ...] = ()  # of one item per argument; (): as example_inputs() says
+    label: tuple[tuple[int, ...], str] = ((), "int64")  # of one item, for /learn: the number of a class
     replicas: int = 1
     threads: int = 0  # per replica
     max_batch_size: int = 32  # in items

@@ -93,6 +93,10 @@ class RunSource:
     def close(self) -> None:
         self._leave()
 
+    def connect(self) -> Outsider:
+        """To the run, for whoever has more to say to it."""
+        return connect(self._where, token=self._token, limit_s=_LIMIT_S)
+
     # ---- servers
 
     def _connect(self) -> None:

@@ -81,6 +81,14 @@ def _outsider(address: str, token: str, limit_s: float) -> Outsider:
         ) from None
 
 
+class Stopped(TimedOut):
+    """The run took `taken` samples of an upload, and then no more; `asked`: whether its script has asked for any."""
+
+    def __init__(self, text: str, taken: int, asked: bool) -> None:
+        super().__init__(text)
+        self.taken, self.asked = taken, asked
+
+
 class Outsider:
     """One who looks into a run. A context manager; `close` leaves."""
 
@@ -203,9 +211,11 @@ class Outsider:
             before += taken.count
             samples = samples[taken.count :]
             if samples and time.monotonic() > deadline:
-                raise TimedOut(
+                raise Stopped(
                     f"run {self.name!r} took no more samples for {wait_s:g} s, after {before} of this upload: "
-                    f"{taken.why}"
+                    f"{taken.why}",
+                    before,
+                    taken.asked,
                 )
         return before
 

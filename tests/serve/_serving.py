@@ -59,6 +59,7 @@ class Served:
     def __init__(
         self, directory: Path, *options: str, env: dict[str, str] | None = None, what: str = "", model: str = "make"
     ) -> None:
+        self.directory = directory
         net = directory / "net.py"
         if not net.exists():
             net.write_text(NET)
