@@ -34,7 +34,7 @@ def accuracy(text: str) -> float:
 
 def steps(site: Site) -> int:
     """Done so far, as far as was printed."""
-    return max(map(int, re.findall(r"epoch 1 +step (\d+)", site.said())), default=0)
+    return max(map(int, re.findall(r"epoch 1/1 +step (\d+)", site.said())), default=0)
 
 
 def resumed(text: str) -> list[int]:
