@@ -4,7 +4,7 @@
 
 The model is LeNet-5 on 28x28 images, one image per request, on the processors that this process may use. Every server
 is started once and stopped (SIGSTOP) while another one is measured; blocks are taken in turns, forwards and backwards.
-Each peer has batches on where it has them, one thread per worker, and the workers that were best for it in a trial.
+Each peer has batches on where it has them, and one thread per worker.
 
 `p99_over_best`: p99 at 8 connections, ours / the best peer's of the same round. `throughput_over_best`: requests per
 second at 64, ours / the best peer's. `..._raw`: the same with the image as safetensors instead of JSON. With a new

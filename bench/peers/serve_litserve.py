@@ -1,4 +1,4 @@
-"""LitServe with batches: `python -m bench.peers.serve_litserve PORT WORKERS BATCH TIMEOUT_S API_SERVERS KIND`.
+"""LitServe with batches: `python -m bench.peers.serve_litserve PORT WORKERS BATCH TIMEOUT_S API_SERVERS`.
 
 It reads the types of decode_request, so they are no strings here.
 """
@@ -7,11 +7,9 @@ import sys
 from typing import Any
 
 import litserve
-import numpy as np
 import torch
-from fastapi import Request, Response
 
-from bench._serve_model import ITEM, make
+from bench._serve_model import make
 
 
 class Json(litserve.LitAPI):
@@ -36,18 +34,9 @@ class Json(litserve.LitAPI):
         return {"outputs": output.tolist()}
 
 
-class Raw(Json):
-    async def decode_request(self, request: Request) -> torch.Tensor:  # type: ignore[override]
-        items = np.frombuffer(await request.body(), np.float32, offset=int(request.headers["x-offset"]))
-        return torch.from_numpy(items.copy()).view(-1, *ITEM)
-
-    def encode_response(self, output: torch.Tensor) -> Any:
-        return Response(output.numpy().tobytes(), media_type="application/octet-stream")
-
-
 if __name__ == "__main__":
     port, workers, batch = map(int, sys.argv[1:4])
-    api = (Json if sys.argv[6] == "json" else Raw)(max_batch_size=batch, batch_timeout=float(sys.argv[4]))
+    api = Json(max_batch_size=batch, batch_timeout=float(sys.argv[4]))
     server = litserve.LitServer(api, accelerator="cpu", workers_per_device=workers, fast_queue=True)
     server.run(
         port=port, num_api_servers=int(sys.argv[5]), log_level="error", generate_client_file=False, access_log=False
