@@ -83,7 +83,7 @@ def test_faults_while_a_newcomer_gets_the_state(tmp_path: Path, plan: FaultPlan)
 @pytest.mark.skipif(bool(SmallDisk.missing()), reason=SmallDisk.missing())
 def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
     with SmallDisk(32 << 20) as disk:
-        plan = FaultPlan().fill_disk(step=6, for_s=1.0).kill(member=2, step=20)
+        plan = FaultPlan().fill_disk(step=6, for_s=3.0).kill(member=2, step=20)
         result = run_with(tmp_path, plan, epochs=6, root=disk.dir, means={"disk": disk})
     result.must_be_clean()
     assert "No space left on device" in result.output
