@@ -1,6 +1,6 @@
 """Digits from a camera that slowly turns: served and learned at once, with and without following the training.
 
-    python examples/online.py                     about a minute; writes online.svg
+    python examples/online.py                     some minutes on a busy machine; writes online.svg
 
 It starts the run of online_train.py and two servers of it. Each image is classified by both, then its label comes in
 and goes back into the run through /learn. The model begins with nothing. When the camera starts to turn, one server is
