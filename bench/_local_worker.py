@@ -24,6 +24,7 @@ from bench import workers
 from bench._local_tasks import TASKS, Task
 
 _OUTER, _FOUR_BITS = "outer='nesterov(lr=1.0, momentum=0.5)'", "codec='quantize(4), back=quantize(4)'"
+_EIGHTH = "codec='topk(0.125, values=2bit), back=topk(0.125, values=2bit)'"
 SIDES: dict[str, dict[str, Any]] = {
     "alone": {"kind": "alone", "every": 20},
     "ddp": {"kind": "ddp", "every": 1},
@@ -42,8 +43,8 @@ SIDES: dict[str, dict[str, Any]] = {
     },
     "sparse diloco": {
         "kind": "ours",
-        "every": 100,
-        "strategy": f"local(every=100, {_OUTER}, codec='topk(0.125, values=2bit)')",
+        "every": 60,
+        "strategy": f"local(every=60, {_OUTER}, {_EIGHTH})",
     },
     "sparseloco": {"kind": "ours", "every": 30, "strategy": "sparseloco(every=30)"},
 }
