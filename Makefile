@@ -29,8 +29,8 @@ demo: $(READY)      ## train on digits with two members
 test: $(READY)      ## the fast suite
 	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
-test-all: $(ENGINES)  ## slow and engine tests too
-	$(BIN)/python -m pytest
+test-all: $(ENGINES) test  ## slow and engine tests too, one at a time
+	$(BIN)/python -m pytest -m slow
 
 check: $(READY)     ## format, lint, types, layers
 	$(BIN)/ruff format --check .

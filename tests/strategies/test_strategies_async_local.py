@@ -101,6 +101,38 @@ def test_what_was_learnt_since_the_last_push_is_brought_when_all_meet() -> None:
     assert not torch.equal(first[0], first[1])
 
 
+@pytest.mark.parametrize("order", [(3, 7), (7, 3)])
+@pytest.mark.parametrize("named", [(), (3,), (7,), (3, 7)], ids=str)
+def test_a_batch_that_counts_already_is_left_out_whatever_the_push_names(
+    order: tuple[int, int], named: tuple[int, ...]
+) -> None:
+    """Batch 7 was begun by a lost worker, and all servers have it. At an epoch's end batches count as done before their
+    push, which then names some of those that it is made of, or none."""
+
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        strategy = AsyncLocal(every=100, lr=2.0, momentum=0.0)
+        with closing(Member(group, strategy, net(0), wires=group._wires, limit_s=20.0)) as member:
+            before, member.world.counted = member.weights, {("1/7/0", 7): {(0, 0): 99, (0, 1): 99}}
+            alone = net(0)  # trained on batch 3 alone
+            for turn, number in enumerate(order if group.rank == 0 else ()):
+                member.world.leases = lambda turn=turn: {"1/7/0": order[: turn + 1]}
+                member.world.owed = lambda turn=turn: turn > 0
+                strategy.wake()
+                member.step = number
+                if number == 3:
+                    (alone(member.batch()).square().mean() + alone(torch.ones(1, 6)).sum() * 0.1).backward()
+                member.train(1)
+            member.world.leases = lambda: {"1/7/0": named} if named and group.rank == 0 else {}
+            strategy.together()
+            for p in alone.parameters():
+                p.data -= 0.1 * p.grad if p.grad is not None else 0.0
+            return before, torch.cat([p.detach().reshape(-1) for p in alone.parameters()]), member.weights
+
+    (before, alone, found), _ = together(2, body, hosts=["a", "a"])
+    assert not torch.allclose(before, alone)
+    torch.testing.assert_close(found, alone)
+
+
 def loss_of(model: torch.nn.Module) -> float:
     """What `Member.train` makes smaller, on other samples."""
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(99))
