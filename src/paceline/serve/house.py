@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ from paceline.serve.keeper import Keeper, Standing
 from paceline.serve.learner import Learner
 from paceline.serve.messages import Ask, Closed, Drain, Failed, Learn, Line, Ready, Reply, Tell, Told
 from paceline.serve.predict import refusal
+from paceline.serve.private import private_folder
 from paceline.serve.record import Record, Status, totals
 from paceline.serve.refused import Refused
 from paceline.serve.replica import SETTINGS, SHELF
@@ -359,9 +359,8 @@ def serve(
     say: Callable[[str], None],
     started: Callable[[str], None],
 ) -> int:
-    """Serve until told to end; the exit code. The private directory is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="paceline-serve-") as name:
-        directory = Path(name)
+    """Serve until told to end; the exit code."""
+    with private_folder() as directory:
         (directory / SHELF).mkdir()
         (directory / SETTINGS).write_bytes(msgspec.json.encode(settings))
         keeper = make_keeper(directory / SHELF)
