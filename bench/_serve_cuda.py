@@ -78,7 +78,7 @@ def against_a_bare_loop(report: Report, directory: Path, device: str, form: str,
 
 def _ours(directory: Path, device: str, form: str, tokens: int) -> Side:
     make, more = ("make_small", ["--threads", "1"]) if device == "cpu" else ("make", ["--precision", "bf16"])
-    words = ["-m", "paceline", "serve", str(directory / "gpt.safetensors"), "--model", f"bench/_serve_gpt.py:{make}"]
+    words = ["-m", "paceline", "serve", str(directory / "gpt.safetensors"), "--model", f"bench._serve_gpt:{make}"]
     words += ["--input", f"{tokens}:int64", "--device", device, "--compile", form, "--replicas", "1", *more]
     words += ["--max-batch-size", str(CONNECTIONS[-1]), "--port", "PORT"]
     return Side("ours", [sys.executable, *words], "raw")

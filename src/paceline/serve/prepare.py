@@ -29,7 +29,7 @@ from paceline.serve.swap import Swap
 
 _FIRST_S = 300.0  # until the first version is on the shelf and loaded
 _LOOK_S = 0.02
-_BESIDE_S = 0.005  # batches that take longer leave the loop to a thread of their own
+_BESIDE_S = 0.005  # batches that take longer leave the loop to a thread of their own; on a GPU all do
 
 
 class Prepared(NamedTuple):
@@ -55,8 +55,8 @@ def prepare(settings: Settings, shelf: Path) -> Prepared:
     most = settings.max_batch_size
     chosen = forms.formed(choice.form, forward, model, inputs, most)
     engine = Engine(chosen, inputs, swap, most, device=device, sizes=forms.sizes(choice.form, most))
-    took_s = engine.warm()
-    return Prepared(engine, took_s > _BESIDE_S, choice.said, lambda: torch.set_num_threads(choice.threads))
+    beside = engine.warm() > _BESIDE_S or device.type != "cpu"  # while a GPU computes, the loop reads requests
+    return Prepared(engine, beside, choice.said, lambda: torch.set_num_threads(choice.threads))
 
 
 def make_model(text: str) -> tuple[nn.Module, ModuleType, str]:
