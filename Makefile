@@ -18,10 +18,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,examples,tensorboard,codecs,serve]'
 	@touch $@
 
-# Tests of engines skip what is not there; Ray comes from pip, the others from the system (see CONTRIBUTING.md).
+# Tests of engines and of others' models skip what is not there; Ray and transformers come from pip, the other engines
+# from the system (see CONTRIBUTING.md).
 $(ENGINES): $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ray]' && touch $@ || \
-	  echo "Ray cannot be installed here: its tests are skipped"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ray,outside]' && touch $@ || \
+	  echo "Ray and transformers cannot be installed here: their tests are skipped"
 
 demo: $(READY)      ## train on digits with two members
 	$(BIN)/paceline run -n 2 examples/digits.py

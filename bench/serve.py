@@ -8,8 +8,13 @@ Each peer has batches on where it has them, and one thread per worker.
 
 `p99_over_best`: p99 at 8 connections, ours / the best peer's of the same round. `throughput_over_best`: requests per
 second at 64, ours / the best peer's. `..._raw`: the same with the image as safetensors instead of JSON. With a new
-version every second: `failed_during_swaps` and `p99_swap_over_still`, and `freshness_s`, from the writing of a version
-to the first answer that it made.
+version every second: `failed_during_swaps`, `p99_swap_over_still`, and `freshness_file_s`, from the writing of a file
+to the first answer that it made. With a run that is followed: `freshness_s`, from the apply of a push on its server to
+the first answer; see `_serve_fresh`.
+
+    python -m bench.serve --device cuda [--form compile]        (instead of all that; needs no wrk)
+
+A forward pass of GPT-2 small's size on a GPU behind the server, against a bare loop: `gpt_share_N`; see `_serve_cuda`.
 """
 
 from __future__ import annotations
@@ -23,37 +28,50 @@ import tempfile
 from pathlib import Path
 
 from bench import _serve_sides as sides
+from bench._serve_cuda import against_a_bare_loop
+from bench._serve_fresh import follow_a_run
 from bench._serve_sides import Load, Side
 from bench.harness import Figure, Report, arguments, middle, short
 
 CONNECTIONS = (1, 8, 64)
+PARTS = ("json", "raw", "swaps", "fresh")
 
 
 def main() -> None:
     given = arguments(__doc__, _options)
-    if not shutil.which("wrk"):
+    if not given.device and given.parts != ["fresh"] and not shutil.which("wrk"):
         sys.exit("bench.serve needs wrk for the load: apt-get install wrk")
     report = Report("bench.serve")
-    report.note(
-        f"load average at the start {os.getloadavg()[0]:.1f}, {len(os.sched_getaffinity(0))} cores, wrk on the same"
-    )
+    cores = len(os.sched_getaffinity(0))
+    report.note(f"load average at the start {os.getloadavg()[0]:.1f}, {cores} cores, the load on the same")
     rounds, seconds = (3, 2.0) if given.quick else (given.rounds, 5.0)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        sides.write_bodies(directory)
-        for kind in given.kinds:
-            _against_peers(report, kind, given.peers_python, directory, rounds, seconds)
-        if not given.no_swaps:
-            _swaps(report, directory, rounds, seconds)
+        if given.device:
+            against_a_bare_loop(report, directory, given.device, given.form, rounds, seconds)
+        else:
+            _parts(report, directory, given, rounds, seconds)
     report.note(f"load average at the end {os.getloadavg()[0]:.1f}")
     report.finish(given.json)
+
+
+def _parts(report: Report, directory: Path, given: argparse.Namespace, rounds: int, seconds: float) -> None:
+    sides.write_bodies(directory)
+    for kind in ("json", "raw"):
+        if kind in given.parts:
+            _against_peers(report, kind, given.peers_python, directory, rounds, seconds)
+    if "swaps" in given.parts:
+        _swaps(report, directory, rounds, seconds)
+    if "fresh" in given.parts:
+        follow_a_run(report, directory, versions=20 if given.quick else 100)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers-python", metavar="PATH", help="of an environment with bench/peers/serve.txt")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="blocks of each side and load (5)")
-    parser.add_argument("--kinds", nargs="+", default=["json", "raw"], choices=["json", "raw"], help="of bodies")
-    parser.add_argument("--no-swaps", action="store_true", help="leave out the part with new versions")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="peers with either body, new versions")
+    parser.add_argument("--device", metavar="NAME", help="a GPT there against a bare loop: cuda, or cpu to try it")
+    parser.add_argument("--form", default="eager", choices=["eager", "compile"], help="of the GPT (eager)")
 
 
 def _against_peers(report: Report, kind: str, python: str | None, directory: Path, rounds: int, seconds: float) -> None:
@@ -151,7 +169,7 @@ def _swaps(report: Report, directory: Path, rounds: int, seconds: float) -> None
     report.add(_ratio("p99_swap_over_still", swapping, still, "ms", "still", "<= 1.2"))
     low, high = middle(fresh)
     spread = f"{short(low)} .. {short(high)}"
-    report.add(Figure(name="freshness_s", value=statistics.median(fresh), spread=spread, goal="<= 1"))
+    report.add(Figure(name="freshness_file_s", value=statistics.median(fresh), spread=spread, goal="<= 1"))
 
 
 if __name__ == "__main__":

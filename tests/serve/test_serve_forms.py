@@ -78,6 +78,25 @@ def test_a_form_computes_what_the_model_does(form: str, precision: str, toleranc
             parameter.data = parameter.data * 1.5
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("form", ["eager", "export", pytest.param("compile", marks=COMPILER)])
+def test_a_gpu_computes_what_the_model_does(form: str, tmp_path: Path) -> None:
+    plain, model = net(), net().cuda()
+    swap = Swapped(model)
+    settings = Settings(model="x", max_batch_size=4, device="cuda")
+    assert "of 2 threads" not in choose(settings, 2, model, model, FIELDS, tmp_path).said
+    chosen = forms.formed(form, model, model, FIELDS, 4)
+    engine = Engine(chosen, FIELDS, swap, 4, device=torch.device("cuda"), sizes=forms.sizes(form, 4))
+    engine.warm()
+    x = torch.rand(3, 1, 8, 8)
+    for _ in range(2):
+        rows = engine.run([(x.numpy(),)], [3])[0][0]
+        np.testing.assert_allclose(rows.arrays()[0], plain(x).detach().numpy(), rtol=1e-3, atol=1e-3)
+        swap.change()
+        for parameter in plain.parameters():
+            parameter.data = parameter.data * 1.5
+
+
 def test_int8_wants_linear_layers() -> None:
     with pytest.raises(ConfigError, match="int8"):
         forms.set_precision(nn.Sequential(nn.Conv2d(1, 1, 3)), "int8")

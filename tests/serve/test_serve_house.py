@@ -125,6 +125,7 @@ def test_slow_requests_under_way_are_finished_and_late_ones_are_told(tmp_path: P
         (("--input", "7"), "the model does not take"),
         (("--input", "2x3", "--input", "4"), "the model's forward takes 1"),
         (("--precision", "int4"), "did you mean 'int8'?"),
+        (("--device", "gpu"), "--device 'gpu' cannot be used here"),
         (("--host", "203.0.113.7"), "cannot listen on --host 203.0.113.7"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from _browser import Page as Tab
 from _serving import NET, Served, until
 from safetensors.torch import save_file
 
-from paceline.serve.page import make_page
+from paceline.serve.page import Page, make_docs, make_page
 
 ITEM = [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]
 HOLDOUT = """
@@ -74,8 +74,9 @@ def tab(server: Served) -> Iterator[Tab]:
         yield made
 
 
-def test_the_page_loads_nothing_and_allows_no_script_but_its_own() -> None:
-    page = make_page()
+@pytest.mark.parametrize("make", [make_page, make_docs])
+def test_a_page_loads_nothing_and_allows_no_script_but_its_own(make: Callable[[], Page]) -> None:
+    page = make()
     policy = page.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy

@@ -79,7 +79,13 @@ def _parser() -> Parser:
         "--token-file", parse=str, metavar="FILE", help="that holds the token; on loopback none is asked for without"
     )
     parser.option(
-        "--replicas", parse=whole(1), metavar="N", help="processes with a model each (one for each core, 4 at most)"
+        "--device", parse=str, metavar="NAME", default=default.device, help="where to compute: cpu, cuda, cuda:1 (cpu)"
+    )
+    parser.option(
+        "--replicas",
+        parse=whole(1),
+        metavar="N",
+        help="processes with a model each (one for each core, 4 at most; on a GPU 1)",
     )
     parser.option("--threads", parse=whole(1), metavar="T", help="per replica (measured)")
     parser.option(
@@ -175,13 +181,14 @@ def _serve(given: Namespace) -> int:
         model=given.model,
         inputs=tuple((tuple(sizes), kind) for sizes, kind in given.input or ()),
         label=given.label,
-        replicas=given.replicas or min(_MOST_REPLICAS, len(os.sched_getaffinity(0))),
+        replicas=given.replicas or _replicas(given.device),
         threads=given.threads or 0,
         max_batch_size=given.max_batch_size,
         max_queue_delay_us=given.max_queue_delay_us,
         queue_limit=max(given.queue_limit, given.max_batch_size),
         deadline_ms=float(given.deadline_ms),
         max_body_bytes=given.max_body,
+        device=given.device,
         precision=given.precision,
         compile=given.compile,
         token=token,
@@ -204,6 +211,11 @@ def _serve(given: Namespace) -> int:
         return Keeper(Shelf(shelf), source, Rules(every_s=given.every_s), model=model, holdout=holdout, say=_say)
 
     return house.serve(settings, listener, make_keeper, make_learner(source), say=_say, started=started)
+
+
+def _replicas(device: str) -> int:
+    """One for each core; on a GPU several would take turns, and hold as many models."""
+    return min(_MOST_REPLICAS, len(os.sched_getaffinity(0))) if device == "cpu" else 1
 
 
 def _label(text: str) -> tuple[tuple[int, ...], str]:

@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paceline.serve import description
 from paceline.serve.fields import Field
 from paceline.serve.labelled import Labelled
-from paceline.serve.page import make_page
+from paceline.serve.page import Page, make_docs, make_page
 from paceline.serve.predict import VERSION, Answer, Predict, permitted, refusal
 from paceline.serve.refused import Refused
 from paceline.serve.settings import JSON
 
-OPEN = ("/health", "/ready", "/")  # without a token: who looks after processes has none, and the page asks for it
+OPEN = ("/health", "/ready", "/", "/docs")  # without a token: who looks after processes has none, and pages ask for it
 ORDERS = ("pin", "unpin", "pause", "resume", "rollback")
 # An order or a question, or samples for the run; and a version -> status, kind, body.
 Relay = Callable[[str | list[bytes], int | None], Awaitable[tuple[int, str, bytes]]]
@@ -36,7 +36,14 @@ class Pin(msgspec.Struct, forbid_unknown_fields=True):
 
 def make_app(predict: Predict, labelled: Labelled, relay: Relay, ready: Callable[[], str]) -> FastAPI:
     """`ready` says why this replica is not ready, or "" when it is."""
-    app = FastAPI(title="Paceline", description=description.TEXT, version="1", redirect_slashes=False)
+    app = FastAPI(
+        title="Paceline",
+        description=description.TEXT,
+        version="1",
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's own load scripts from elsewhere
+        redoc_url=None,
+    )
     answers = description.ANSWERS
 
     @app.post("/predict", responses=answers, openapi_extra=description.body([], []), summary="Results for some items")
@@ -64,11 +71,13 @@ def make_app(predict: Predict, labelled: Labelled, relay: Relay, ready: Callable
             return _response(refusal(refused))
         return await _relayed(relay, samples, None)
 
-    page = make_page()
+    def show(path: str, page: Page) -> None:
+        @app.get(path, include_in_schema=False)
+        async def shown() -> Response:
+            return Response(page.body, headers=page.headers, media_type="text/html; charset=utf-8")
 
-    @app.get("/", include_in_schema=False)
-    async def look() -> Response:
-        return Response(page.body, headers=page.headers, media_type="text/html; charset=utf-8")
+    show("/", make_page())
+    show("/docs", make_docs())
 
     @app.get("/status", summary="What the page at / shows", responses=description.VERSIONS)
     async def status() -> Response:

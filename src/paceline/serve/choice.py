@@ -21,7 +21,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError, TimedOut
 from paceline.serve import forms
-from paceline.serve.fields import Field
+from paceline.serve.fields import Field, zeros
 from paceline.serve.forms import Forward
 from paceline.serve.settings import Settings
 
@@ -74,14 +74,15 @@ def _lock(file: IO[str]) -> None:
 
 def _measured(settings: Settings, share: int, forward: Forward, model: nn.Module, inputs: Sequence[Field]) -> Choice:
     most = settings.max_batch_size
+    device = forms.device_of(model)
     said = []
     threads = settings.threads or 1
     torch.set_num_threads(threads)
-    base = best = _times(forward, inputs, most)
-    if not settings.threads:
+    base = best = _times(forward, inputs, most, device)
+    if not settings.threads and device.type == "cpu":
         for number in (1 << k for k in range(1, share.bit_length()) if 1 << k <= share):
             torch.set_num_threads(number)
-            tried = _times(forward, inputs, most)
+            tried = _times(forward, inputs, most, device)
             if _relative(tried, best) < _BETTER:
                 threads, best = number, tried
         if share > 1:
@@ -90,7 +91,7 @@ def _measured(settings: Settings, share: int, forward: Forward, model: nn.Module
     layout = "as made"
     if any(parameter.dim() == 4 for parameter in model.parameters()):
         forms.lay_out(model, forms.CHANNELS_LAST)
-        tried = _times(forward, inputs, most)
+        tried = _times(forward, inputs, most, device)
         said.append(f"channels last {_relative(tried, best):.2f}x")
         if _relative(tried, best) < _BETTER:
             layout, best = forms.CHANNELS_LAST, tried
@@ -103,7 +104,7 @@ def _measured(settings: Settings, share: int, forward: Forward, model: nn.Module
                 said.append("compile left out: it needs a C++ compiler")
                 continue
             try:
-                tried = _times(forms.formed(other, forward, model, inputs, most), inputs, most)
+                tried = _times(forms.formed(other, forward, model, inputs, most), inputs, most, device)
             except ConfigError as error:
                 said.append(f"{other} left out: {error}")
                 continue
@@ -115,21 +116,29 @@ def _measured(settings: Settings, share: int, forward: Forward, model: nn.Module
     return Choice(threads=threads, layout=layout, form=form, said=", ".join(said))
 
 
-def _times(forward: Forward, inputs: Sequence[Field], most: int) -> tuple[float, float]:
+def _times(forward: Forward, inputs: Sequence[Field], most: int, device: torch.device) -> tuple[float, float]:
     """Seconds of one item and of a full batch: the lowest of several, which other processes disturb least."""
     found = []
     for items in (1, most):
-        batch = [torch.zeros((items, *field.shape), dtype=field.dtype) for field in inputs]
+        batch = zeros(inputs, items, device)
         with torch.inference_mode():
             forward(*batch)
+            _finish(device)
             times: list[float] = []
             end = time.perf_counter() + _TRIAL_S
             while len(times) < _FEWEST or time.perf_counter() < end:
                 began = time.perf_counter()
                 forward(*batch)
+                _finish(device)
                 times.append(time.perf_counter() - began)
         found.append(min(times))
     return found[0], found[1]
+
+
+def _finish(device: torch.device) -> None:
+    """A GPU computes after the call has returned."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _relative(tried: tuple[float, float], base: tuple[float, float]) -> float:

@@ -7,10 +7,12 @@ a kernel that is made for a new shape.
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -80,7 +82,7 @@ class Engine:
         self.version = self._swap.install()
         with torch.inference_mode():
             size = self._size_for[1]
-            self.outputs = outputs_of(self._forward(*self._views[size]), size)
+            self.outputs = outputs_of(self._made(size), size)
         for size in sorted(self._views):
             self._compute(size)
         times = []
@@ -91,18 +93,22 @@ class Engine:
         return statistics.median(times)
 
     def _compute(self, items: int) -> Outputs:
-        views = self._views[self._size_for[items]]
         try:
             with torch.inference_mode():
-                if self._device.type != "cpu":
-                    views = [view.to(self._device) for view in views]
-                made = flat(self._forward(*views))
+                made = flat(self._made(self._size_for[items]))
                 arrays = [_array(made[field.name], items) for field in self.outputs]
         except torch.OutOfMemoryError as error:
             raise Refused(503, f"out of memory: {error}", retry_after_s=1) from None
+        except torch.AcceleratorError as error:
+            _end(error)
         except (IndexError, ValueError, RuntimeError) as error:  # the example passed: it is what this request holds
             raise Refused(422, f"the model cannot compute this: {type(error).__name__}: {error}") from None
         return Outputs(arrays)
+
+    def _made(self, size: int) -> Any:
+        """What the model makes of what lies in the buffers."""
+        views = self._views[size]
+        return self._forward(*(views if self._device.type == "cpu" else [view.to(self._device) for view in views]))
 
 
 class Outputs:
@@ -134,6 +140,12 @@ class Rows:
 
     def arrays(self) -> list[np.ndarray[Any, Any]]:
         return [array[self._begin : self._end] for array in self._outputs.arrays]
+
+
+def _end(error: Exception) -> NoReturn:
+    """A GPU that has met an index that is not there computes nothing more for this process: another one has to."""
+    print(f"paceline serve: a replica has lost its GPU: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _array(value: torch.Tensor, items: int) -> np.ndarray[Any, Any]:

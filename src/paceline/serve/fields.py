@@ -83,6 +83,11 @@ def outputs_of(result: Any, items: int) -> list[Field]:
     return [Field(name, tuple(value.shape[1:]), value.dtype) for name, value in named.items()]
 
 
+def zeros(fields: Sequence[Field], items: int, device: torch.device) -> list[torch.Tensor]:
+    """A batch of so many items to try a model with."""
+    return [torch.zeros((items, *field.shape), dtype=field.dtype, device=device) for field in fields]
+
+
 def flat(result: Any) -> dict[str, Any]:
     """Outputs by name: what has none is called outputs, or output_0, output_1, ..."""
     if isinstance(result, Mapping):

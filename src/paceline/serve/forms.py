@@ -10,6 +10,7 @@ swapped in, activations as they come.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.serve.fields import Field
+from paceline.serve.fields import Field, zeros
 
 Forward = Callable[..., Any]
 CHANNELS_LAST = "channels last"
@@ -29,6 +30,8 @@ def set_precision(model: nn.Module, precision: str) -> Forward:
         model.to(torch.bfloat16)
         return lambda *xs: model(*[x.to(torch.bfloat16) if x.is_floating_point() else x for x in xs])
     if precision == "int8":
+        if (device := device_of(model)).type != "cpu":
+            raise ConfigError(f"--precision int8 computes on the CPU, not on {device}: take bf16 there")
         found = [
             (parent, name, child)
             for parent in model.modules()
@@ -89,6 +92,12 @@ def formed(form: str, forward: Forward, model: nn.Module, inputs: Sequence[Field
     return forward
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where its first tensor lies."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
 def sizes(form: str, most: int) -> list[int]:
     """The sizes of batches that a form knows; []: any.
 
@@ -103,9 +112,9 @@ def sizes(form: str, most: int) -> list[int]:
 def _exported(forward: Forward, model: nn.Module, inputs: Sequence[Field], most: int) -> Forward:
     if forward is not model:
         raise ConfigError("the graph is exported in fp32 only")
+    device = device_of(model)
     if most == 1:
-        example = tuple(torch.zeros((1, *field.shape), dtype=field.dtype) for field in inputs)
-        return torch.export.export(model, example).module()
-    example = tuple(torch.zeros((2, *field.shape), dtype=field.dtype) for field in inputs)
+        return torch.export.export(model, tuple(zeros(inputs, 1, device))).module()
+    example = tuple(zeros(inputs, 2, device))
     batch = torch.export.Dim("batch", min=1, max=most)
     return torch.export.export(model, example, dynamic_shapes=tuple({0: batch} for _ in inputs)).module()

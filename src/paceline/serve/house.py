@@ -6,7 +6,7 @@
 No request passes through here, only new connections: so they are spread evenly, none waits at a replica that is not
 warm or has died, and a replica that is started again gets its share. A replica that dies is started again, after a
 pause that doubles while it keeps dying. Control pages (`/versions/…`, `/metrics`) reach a replica and are asked of
-us.
+us; `control` has the answers.
 """
 
 from __future__ import annotations
@@ -20,27 +20,23 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError
 from paceline.serve import counts
-from paceline.serve import learner as learning
+from paceline.serve.control import Control, Tally
 from paceline.serve.counts import Counts
-from paceline.serve.keeper import Keeper, Standing
+from paceline.serve.keeper import Keeper
 from paceline.serve.learner import Learner
 from paceline.serve.messages import Ask, Closed, Drain, Failed, Learn, Line, Ready, Reply, Tell, Told
-from paceline.serve.predict import refusal
-from paceline.serve.record import Record, Status, totals
-from paceline.serve.refused import Refused
+from paceline.serve.private import private_folder
 from paceline.serve.replica import SETTINGS, SHELF
-from paceline.serve.settings import JSON, Settings
+from paceline.serve.settings import Settings
 
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STEADY_S = 60.0  # a replica that lived so long may die once without a longer pause
 _TELL_S = 1.0  # how long counts of a replica are waited for
@@ -75,8 +71,7 @@ class House:
         settings: Settings,
         listener: socket.socket,
         directory: Path,
-        keeper: Keeper,
-        learner: Learner | None,
+        control: Control,
         *,
         say: Callable[[str], None],
         started: Callable[[str], None],
@@ -84,9 +79,7 @@ class House:
         self._settings = settings
         self._listener = listener
         self._directory = directory
-        self._keeper = keeper
-        self._learner = learner  # None: what is served is no run
-        self._record = Record()
+        self._control = control
         self._say = say
         self._started = started  # once, with how replicas compute
         self._seats = [Seat(index) for index in range(settings.replicas)]
@@ -261,7 +254,7 @@ class House:
         while True:
             await asyncio.sleep(_WATCH_S)
             await self._collect()
-            await self._write_down()
+            await self._control.write_down(self._summed())
             for seat in self._seats:
                 if seat.ready and seat.process and time.monotonic() - seat.heard > _SILENT_S:
                     self._say(f"replica {seat.index} has not answered for {_SILENT_S:g} s")
@@ -281,64 +274,12 @@ class House:
         for number, _ in asked:
             del self._told[number]
 
-    async def _write_down(self) -> None:
-        try:
-            standing = await asyncio.to_thread(self._keeper.state)
-        except PacelineError:  # whoever asks is told
-            return
-        served = [version.metric for version in standing.versions if version.number == standing.current]
-        self._record.add(time.time(), self._summed(), served[0] if served else None)
-
-    # What is asked over HTTP.
-
     async def _reply(self, line: Line, ask: Ask | Learn) -> None:
-        try:
-            status, kind, body = await self._answer(ask) if isinstance(ask, Ask) else self._learn(ask)
-        except (PacelineError, Refused) as error:
-            answer = refusal(error if isinstance(error, Refused) else Refused(409, str(error)))
-            status, kind, body = answer.status, answer.kind, answer.body
-        line.send(Reply(ask.number, status, kind, body))
-
-    def _learn(self, learn: Learn) -> tuple[int, str, bytes]:
-        if self._learner is None:
-            raise Refused(409, "what is served is no run, so nothing can learn: serve a run by its name or directory")
-        waiting = self._learner.put(learn.samples).waiting
-        return 202, JSON, msgspec.json.encode({"taken": len(learn.samples), "waiting": waiting})
-
-    async def _answer(self, ask: Ask) -> tuple[int, str, bytes]:
-        if ask.what == "metrics":
+        """What one who asks wants of the parent."""
+        if isinstance(ask, Ask) and ask.what == "metrics":
             await self._collect()
-            return 200, _PROMETHEUS, self._metrics().encode()
-        keeper = self._keeper
-        orders: dict[str, Callable[[], object]] = {
-            "versions": lambda: None,
-            "status": lambda: None,
-            "pin": functools.partial(keeper.pin, ask.version or 0),
-            "unpin": keeper.unpin,
-            "pause": keeper.pause,
-            "resume": keeper.resume,
-            "rollback": keeper.roll_back,
-        }
-        await asyncio.to_thread(orders[ask.what])
-        standing = await asyncio.to_thread(keeper.state)
-        return 200, JSON, msgspec.json.encode(self._status(standing) if ask.what == "status" else standing)
-
-    def _status(self, standing: Standing) -> Status:
-        answered, refused = totals(self._summed())
-        return Status(
-            name=self._settings.name,
-            now=time.time(),
-            standing=msgspec.structs.replace(standing, metrics=[]),  # the record has them, second by second
-            seconds=self._record.columns(),
-            replicas=self._states(),
-            answered=answered,
-            refused=refused,
-            learning=self._learner.state() if self._learner else None,
-        )
-
-    def _metrics(self) -> str:
-        told = counts.text(self._summed(), self._states(), self._starts)
-        return told + learning.text(self._learner.state()) if self._learner else told
+        status, kind, body = await self._control.reply(ask, Tally(self._summed(), self._states(), self._starts))
+        line.send(Reply(ask.number, status, kind, body))
 
     def _states(self) -> dict[str, int]:
         states = {"ready": 0, "starting": 0, "down": 0}
@@ -359,9 +300,8 @@ def serve(
     say: Callable[[str], None],
     started: Callable[[str], None],
 ) -> int:
-    """Serve until told to end; the exit code. The private directory is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="paceline-serve-") as name:
-        directory = Path(name)
+    """Serve until told to end; the exit code."""
+    with private_folder() as directory:
         (directory / SHELF).mkdir()
         (directory / SETTINGS).write_bytes(msgspec.json.encode(settings))
         keeper = make_keeper(directory / SHELF)
@@ -372,7 +312,8 @@ def serve(
                 if stands.refusals:
                     raise ConfigError(stands.refusals[-1].reason)
                 say(f"waits for the first version: {stands.source}")
-            house = functools.partial(House, settings, listener, directory, keeper, learner, say=say, started=started)
+            control = Control(settings.name, keeper, learner)
+            house = functools.partial(House, settings, listener, directory, control, say=say, started=started)
             return asyncio.run(_run(house))
         finally:
             if learner:

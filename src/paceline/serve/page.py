@@ -1,8 +1,9 @@
-"""The page at `/`: one HTML file with its style and script inside, the same for everybody who asks.
+"""The pages at `/` and `/docs`: each one HTML file with its style and script inside, the same for everybody who asks.
 
-There is nothing of the model or the run in it: its script asks for `/status`, with the token where one is needed, and
-writes what it gets as text. It looks like the report of a run, whose stylesheet it takes. The policy in its head allows
-no script and no style but its own, nothing from elsewhere, and no frame around it.
+There is nothing of the model or the run in them: their scripts ask for `/status` or `/openapi.json`, with the token
+where one is needed, and write what they get as text. They look like the report of a run, whose stylesheet they take.
+The policy in their heads allows no script and no style but their own, nothing from elsewhere, and no frame around them:
+so they work where there is no internet. FastAPI's own page at `/docs` does not.
 """
 
 from __future__ import annotations
@@ -21,10 +22,21 @@ class Page(NamedTuple):
 
 
 def make_page() -> Page:
+    """What is served, for people to look at."""
+    return _put_together("page", ["page.css"])
+
+
+def make_docs() -> Page:
+    """How to ask, to read and to try."""
+    return _put_together("docs", ["page.css", "docs.css"])
+
+
+def _put_together(name: str, styles: list[str]) -> Page:
     own = files("paceline.serve")
-    style = (files("paceline") / "train" / "report.css").read_text("utf-8") + (own / "page.css").read_text("utf-8")
-    script = (own / "page.js").read_text("utf-8")
-    text = (own / "page.html").read_text("utf-8").replace("/*style*/", style).replace("/*script*/", script)
+    sheets = [files("paceline") / "train" / "report.css", *(own / sheet for sheet in styles)]
+    style = "".join(sheet.read_text("utf-8") for sheet in sheets)
+    script = (own / f"{name}.js").read_text("utf-8")
+    text = (own / f"{name}.html").read_text("utf-8").replace("/*style*/", style).replace("/*script*/", script)
     policy = (
         f"default-src 'none'; connect-src 'self'; img-src data:; style-src 'sha256-{_digest(style)}'; "
         f"script-src 'sha256-{_digest(script)}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

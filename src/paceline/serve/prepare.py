@@ -22,14 +22,14 @@ from paceline.serve import forms
 from paceline.serve.bodies import wanted
 from paceline.serve.choice import choose
 from paceline.serve.engine import Engine
-from paceline.serve.fields import Field, inputs_of
+from paceline.serve.fields import Field, inputs_of, zeros
 from paceline.serve.settings import Settings
 from paceline.serve.shelf import Shelf
 from paceline.serve.swap import Swap
 
 _FIRST_S = 300.0  # until the first version is on the shelf and loaded
 _LOOK_S = 0.02
-_BESIDE_S = 0.005  # batches that take longer leave the loop to a thread of their own
+_BESIDE_S = 0.005  # batches that take longer leave the loop to a thread of their own; on a GPU all do
 
 
 class Prepared(NamedTuple):
@@ -45,17 +45,18 @@ def prepare(settings: Settings, shelf: Path) -> Prepared:
     """ConfigError says what of the model or its inputs does not fit."""
     model, module, where = make_model(settings.model)
     inputs = inputs_of(model, module, settings.inputs, where)
-    forward = forms.set_precision(model, settings.precision)
+    device = _device(settings.device)
+    forward = forms.set_precision(model.to(device), settings.precision)
     share = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    _try(forward, inputs)
+    _try(forward, inputs, device)
     choice = choose(settings, share, forward, model, inputs, shelf.parent)
     swap = Swap(model, Shelf(shelf), cast=settings.precision != "fp32")
     _await_first(swap)
     most = settings.max_batch_size
     chosen = forms.formed(choice.form, forward, model, inputs, most)
-    engine = Engine(chosen, inputs, swap, most, sizes=forms.sizes(choice.form, most))
-    took_s = engine.warm()
-    return Prepared(engine, took_s > _BESIDE_S, choice.said, lambda: torch.set_num_threads(choice.threads))
+    engine = Engine(chosen, inputs, swap, most, device=device, sizes=forms.sizes(choice.form, most))
+    beside = engine.warm() > _BESIDE_S or device.type != "cpu"  # while a GPU computes, the loop reads requests
+    return Prepared(engine, beside, choice.said, lambda: torch.set_num_threads(choice.threads))
 
 
 def make_model(text: str) -> tuple[nn.Module, ModuleType, str]:
@@ -69,12 +70,22 @@ def make_model(text: str) -> tuple[nn.Module, ModuleType, str]:
     return model.eval(), module, where
 
 
-def _try(forward: forms.Forward, inputs: list[Field]) -> None:
+def _device(name: str) -> torch.device:
+    """Where to compute; ConfigError where there is no such thing here."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--device {name!r} cannot be used here: {reason}; leave it out for the CPU") from None
+    return device
+
+
+def _try(forward: forms.Forward, inputs: list[Field], device: torch.device) -> None:
     """Does the model take what it is said to take?"""
-    batch = [torch.zeros((1, *field.shape), dtype=field.dtype) for field in inputs]
     try:
         with torch.inference_mode():
-            forward(*batch)
+            forward(*zeros(inputs, 1, device))
     except Exception as error:
         raise ConfigError(
             f"the model does not take {wanted(inputs)}: {type(error).__name__}: {error}; give --input as it takes them"

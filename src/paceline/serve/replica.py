@@ -34,6 +34,7 @@ from paceline.serve.labelled import Labelled
 from paceline.serve.messages import Ask, Closed, Downward, Drain, Failed, Learn, Line, Ready, Reply, Tell, Told
 from paceline.serve.predict import Predict, refusal
 from paceline.serve.prepare import Prepared, prepare
+from paceline.serve.private import remove_left
 from paceline.serve.refused import Refused
 from paceline.serve.settings import Settings
 
@@ -234,6 +235,7 @@ def main(argv: list[str]) -> int:
     import uvloop
 
     uvloop.run(run())
+    remove_left(Path(directory))  # if the parent was killed
     sys.stdout.flush()
     os._exit(0)  # threads that load or compute hold nothing that must be put away
 

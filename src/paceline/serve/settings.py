@@ -24,6 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue_limit: int = 1024  # items that may wait in a replica
     deadline_ms: float = 10_000.0
     max_body_bytes: int = 16 << 20
+    device: str = "cpu"  # where replicas compute; the parent's copy of the model stays in host memory
     precision: str = "fp32"
     compile: str = "eager"
     token: str = ""  # "": anybody may ask
