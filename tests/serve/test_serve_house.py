@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -42,6 +43,26 @@ def test_replicas_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         replicas = served.replicas()
         served.process.kill()
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in replicas))
+
+
+@pytest.mark.slow
+def test_more_connections_than_descriptors_end_no_replica(tmp_path: Path) -> None:
+    """Those above the limit hear 503, and when the others are gone all is as before."""
+    with Served(tmp_path, "--replicas", "2") as served:
+        resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (64, 64))  # long before it has imported torch
+        served.wait()
+        replicas = served.replicas()
+        idle = [socket.create_connection(("127.0.0.1", served.port), 60) for _ in range(100)]
+        until(lambda: served.ask("GET", "/ready")[0] == 503)
+        status, headers, body = served.ask("GET", "/ready")
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "another connection" in json.loads(body)["error"]
+        for connection in idle:
+            connection.close()
+        until(lambda: served.ask("GET", "/ready")[0] == 200)
+        until(lambda: served.metric("connections") == 1)  # the one that asks
+        assert served.replicas() == replicas
+        assert served.predict(X)[0] == 200
 
 
 @pytest.mark.slow

@@ -30,10 +30,14 @@ from paceline.core.errors import ConfigError
 from paceline.serve import counts
 from paceline.serve.control import Control, Tally
 from paceline.serve.counts import Counts
+from paceline.serve.door import Door, room
+from paceline.serve.fast_lane import answer_bytes
 from paceline.serve.keeper import Keeper
 from paceline.serve.learner import Learner
 from paceline.serve.messages import Ask, Closed, Drain, Failed, Learn, Line, Ready, Reply, Tell, Told
+from paceline.serve.predict import refusal
 from paceline.serve.private import private_folder
+from paceline.serve.refused import Refused
 from paceline.serve.replica import SETTINGS, SHELF
 from paceline.serve.settings import Settings
 
@@ -42,9 +46,9 @@ _STEADY_S = 60.0  # a replica that lived so long may die once without a longer p
 _TELL_S = 1.0  # how long counts of a replica are waited for
 _WATCH_S = 1.0
 _SILENT_S = 30.0  # a replica that does not answer for so long is stuck
-_BACKLOG = 2048
 _SLACK_S = 5.0
 _FIRST_S = 3.0  # in which a version that is there is taken, or refused
+_FULL = Refused(503, "no replica can take another connection now", retry_after_s=1)
 
 
 class Seat:
@@ -77,7 +81,8 @@ class House:
         started: Callable[[str], None],
     ) -> None:
         self._settings = settings
-        self._listener = listener
+        self._door = Door(listener, self._give, answer_bytes(refusal(_FULL), close=True), say=say)
+        self._room = room()  # for connections, in each replica
         self._directory = directory
         self._control = control
         self._say = say
@@ -96,9 +101,7 @@ class House:
         loop = self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
-        self._listener.setblocking(False)
-        self._listener.listen(_BACKLOG)
-        loop.add_reader(self._listener.fileno(), self._accept)
+        self._door.open()
         seats = [asyncio.create_task(self._keep(seat)) for seat in self._seats]
         watching = asyncio.create_task(self._watch())
         await self._ending.wait()
@@ -122,9 +125,7 @@ class House:
 
     async def _drain(self, seats: list[asyncio.Task[None]]) -> int:
         self._say("ends when the requests under way are answered")
-        self._accept()  # who has connected already is answered too
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
+        self._door.close()
         for seat in self._seats:
             if seat.line:
                 seat.line.send(Drain())
@@ -137,32 +138,18 @@ class House:
 
     # Connections.
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:  # no descriptor is left, or it was reset meanwhile
-                self._say(f"a connection could not be taken: {error.strerror}")
-                return
-            with connection:
-                self._give(connection)
-
-    def _give(self, connection: socket.socket) -> None:
-        """To a replica that is ready, or to one that says that it is not."""
-        there = [seat for seat in self._seats if seat.lane]
+    def _give(self, connection: socket.socket) -> bool:
+        """To a replica that is ready, or to one that says that it is not; False where none can take it."""
+        there = [seat for seat in self._seats if seat.lane and seat.connections < self._room]
         for seat in sorted(there, key=lambda s: (not s.ready, s.connections)):
             try:
                 assert seat.lane
                 socket.send_fds(seat.lane, [b"c"], [connection.fileno()])
                 seat.connections += 1
-                return
+                return True
             except OSError:  # it has just died, or does not read
                 continue
-        with contextlib.suppress(OSError):
-            connection.setblocking(False)
-            connection.send(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")
+        return False
 
     # Replicas.
 
