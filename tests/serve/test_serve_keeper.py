@@ -225,6 +225,26 @@ def test_orders(tmp_path: Path) -> None:
         until(lambda: shelf.current() == 10)
 
 
+def test_no_roll_back_ends_at_a_version_that_was_rolled_back(tmp_path: Path) -> None:
+    fed, shelf = Fed(), Shelf(tmp_path)
+    with kept(tmp_path, fed) as keeper:
+        for number in (1, 2, 3):
+            fed.feed(whole(number, float(number)))
+            until(lambda number=number: shelf.current() == number)  # type: ignore[misc]
+        keeper.roll_back()  # 3 is withdrawn
+        keeper.resume()
+        fed.feed(whole(4, 4.0))
+        until(lambda: shelf.current() == 4)
+        keeper.roll_back()
+        assert shelf.current() == 2
+        keeper.pin(3)
+        keeper.unpin()
+        keeper.resume()
+        keeper.pin(4)
+        keeper.unpin()
+        assert shelf.current() == 2  # 3 and 4 were withdrawn: unpinned, the newest of the others is served
+
+
 def _settled(fed: Fed) -> bool:
     """Whether nobody asks any more."""
     asked = fed.asked
@@ -283,6 +303,30 @@ def test_only_what_is_not_worse_on_the_holdout_is_served(tmp_path: Path) -> None
         ]
         assert "first_weight 1.4 on the holdout, after 2" in refused[0].reason
         assert [m.number for m in keeper.state().metrics] == [1, 2, None, 3, None, 4]
+
+
+def test_a_metric_that_is_not_finite_bars_no_later_version(tmp_path: Path) -> None:
+    """Of a first version, of one that is rolled back to, and of one that was served before there was a holdout."""
+    values = {1.0: float("nan"), 2.0: 0.5, 3.0: float("nan"), 4.0: 0.4, 5.0: 0.6}
+    holdout = Holdout(
+        [(torch.zeros(1, 2), torch.zeros(1))], lambda model, batches: values[first_weight(model, batches)]
+    )
+    fed, shelf = Fed(), Shelf(tmp_path)
+    with kept(tmp_path, fed):
+        fed.feed(whole(1, 1.0))
+        until(lambda: shelf.current() == 1)
+    fed = Fed()
+    with kept(tmp_path, fed, holdout=holdout) as keeper:
+        fed.feed(whole(2, 2.0))
+        until(lambda: shelf.current() == 2)
+        for number, weight in ((3, 3.0), (4, 4.0)):  # nan, and less than 0.5: both are worse
+            fed.feed(whole(number, weight))
+            until(lambda number=number: len(keeper.state().refusals) == number - 2)  # type: ignore[misc]
+        assert shelf.current() == 2
+        keeper.roll_back()
+        keeper.resume()
+        fed.feed(whole(5, 5.0))
+        until(lambda: shelf.current() == 3)
 
 
 def test_a_version_from_before_there_was_a_holdout_is_measured(tmp_path: Path) -> None:
@@ -413,7 +457,8 @@ class Orders(RuleBasedStateMachine):
     @rule()
     def roll_back(self) -> None:
         before = self.keeper.state()
-        older = [v.number for v in before.versions if v.number < before.current]
+        withdrawn = self.shelf.orders().withdrawn
+        older = [v.number for v in before.versions if v.number < before.current and v.number not in withdrawn]
         if before.pinned is not None or not older:
             with pytest.raises(ConfigError):
                 self.keeper.roll_back()

@@ -14,6 +14,7 @@ so. Only one thread works here, and it has a lower priority than those that answ
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -175,14 +176,16 @@ class Keeper:
             orders = self._shelf.orders()
             if orders.pinned is not None:
                 raise ConfigError(f"version {orders.pinned} is pinned: unpin before you roll back")
-            before = [version for version in self._shelf.versions() if version.number < orders.serving]
+            older = [version for version in self._shelf.versions() if version.number < orders.serving]
+            before = [version for version in older if version.number not in orders.withdrawn]
             if not before:
-                raise ConfigError(f"there is no version before {orders.serving} on the shelf")
+                but = " but those that were rolled back: pin one of them" if older else ""
+                raise ConfigError(f"there is no version before {orders.serving} on the shelf{but}")
             to = before[-1]
             here = {version.number for version in self._shelf.versions()}
             withdrawn = (*(number for number in orders.withdrawn if number in here), orders.serving)
             self._shelf.order(replace(orders, serving=to.number, paused=True, withdrawn=withdrawn))
-            self._best = to.metric
+            self._best = _finite(to.metric)
             self._changed.notify_all()
 
     # ---- with the lock held
@@ -197,6 +200,7 @@ class Keeper:
 
     def _count(self, metric: float | None) -> None:
         """A version with this metric is served."""
+        metric = _finite(metric)
         if metric is not None and self._holdout:
             self._best = metric if self._best is None else self._holdout.better(self._best, metric)
 
@@ -333,7 +337,7 @@ class Keeper:
         """What a version must reach; one that was served before there was a holdout is measured now."""
         serving = self._shelf.current()
         if self._best is None and serving:
-            metric = self._measure(self._shelf.read(serving))
+            metric = _finite(self._measure(self._shelf.read(serving)))
             with self._changed:
                 self._best = metric
         return self._best
@@ -342,3 +346,8 @@ class Keeper:
         assert self._holdout
         self._merged.fill(tensors)
         return self._holdout.measure(self._model)
+
+
+def _finite(metric: float | None) -> float | None:
+    """None where it is nan or infinite: such a version is no measure for others, or nothing would ever reach it."""
+    return metric if metric is not None and math.isfinite(metric) else None
