@@ -164,6 +164,22 @@ def test_what_servers_do_not_have_is_as_the_model_was_made_and_told(tmp_path: Pa
         assert "as the model was made: '1.weight', '1.bias', '1.running_mean' and 2 more" in keeper.state().note
 
 
+def test_frozen_parameters_are_waited_for_where_they_will_come(tmp_path: Path) -> None:
+    """What the factory makes there is random; buffers may be as they were made."""
+    fed, shelf, said = Fed(), Shelf(tmp_path), list[str]()
+    with kept(tmp_path, fed, say=said.append) as keeper:
+        for version in (1, 2):
+            served = {"1.weight": torch.ones(2), "1.bias": torch.ones(2)}
+            fed.feed(Update(version, 0.0, served, version == 1, partly=True, awaits="waits for its first checkpoint"))
+        until(lambda: "version 2," in keeper.state().source)
+        assert "waits for its first checkpoint: '0.weight' is on no server" in keeper.state().source
+        assert (shelf.current(), keeper.state().refusals, len(said)) == (0, [], 1)
+        fed.feed(Update(2, 0.0, {"0.weight": torch.full((2, 2), 7.0)}, False, partly=True, awaits="waits"))
+        until(lambda: shelf.current() == 1)
+        assert (value(shelf, 1), value(shelf, 1, "1.bias")) == (7.0, 1.0)
+        assert "waits" not in keeper.state().source
+
+
 def test_a_lost_source_is_looked_for_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fed, shelf, said = Fed(), Shelf(tmp_path), list[str]()
     monkeypatch.setattr(keeper_module, "_LATER_S", 0.05)

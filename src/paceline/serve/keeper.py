@@ -99,6 +99,7 @@ class Keeper:
         self._candidate: tuple[int, float] | None = None  # version and time of what is merged and not judged yet
         self._lost_since = 0.0
         self._why = ""
+        self._awaits = ""  # what of the model is still to come
         self._pause_s = _SOON_S
         self._seen: tuple[int, float] | None = None  # the newest version of the source
         self._refusals: deque[Refusal] = deque(maxlen=20)
@@ -240,7 +241,8 @@ class Keeper:
             return f"{what} is over ({self._source.ended}): {goes_on}"
         if self._seen is None:
             return f"waits for {what}"
-        return f"follows {what}, version {self._seen[0]}, {now - self._seen[1]:.1f} s ago"
+        awaits = f"; {self._awaits}" if self._awaits else ""
+        return f"follows {what}, version {self._seen[0]}, {now - self._seen[1]:.1f} s ago{awaits}"
 
     # ---- in a thread of its own
 
@@ -300,6 +302,8 @@ class Keeper:
         """Whether what is merged was taken; it is not judged again, unless a pause came between."""
         if reason := self._merged.misfit:
             return self._turn_down(reason, version)
+        if self._has_to_wait():
+            return False
         metric = best = None
         if self._holdout:
             best = self._best_served()
@@ -317,6 +321,8 @@ class Keeper:
         number = 1 + max([*numbers, orders.serving, *orders.withdrawn])
         base = self._base if self._base in numbers else None
         new = self._merged.tensors if base is None else self._merged.fresh()
+        if self._base is None and self._merged.note:
+            self._say(self._merged.note)
         self._shelf.put(Version(number=number, source_version=version, made_at=made_at, metric=metric), new, base)
         self._merged.put()
         self._base, self._candidate = number, None
@@ -326,6 +332,17 @@ class Keeper:
             self._serve_newest()
             self._shelf.prune()
         return True
+
+    def _has_to_wait(self) -> bool:
+        """Whether something of the model is still to come. It is no refusal: what is merged stays, and is added to."""
+        with self._changed:
+            awaits, before = self._merged.awaits, self._awaits
+            self._awaits = awaits
+            if awaits:
+                self._candidate = None
+        if awaits and not before:
+            self._say(f"{self._source.what}: {awaits}")
+        return bool(awaits)
 
     def _turn_down(self, reason: str, version: int, metric: float | None = None, best: float | None = None) -> bool:
         with self._changed:
