@@ -1,8 +1,8 @@
 """A run as a source: its servers where it has some, else its checkpoints.
 
     it has servers   versions as they are applied, followed through its desks; what the servers do not have (buffers,
-                     parameters that no optimizer has) comes from its newest checkpoint; until there is one, buffers stay
-                     as the model is made, and parameters are waited for
+                     parameters that no optimizer has) comes from its newest checkpoint; until there is one, buffers
+                     stay as the model is made, and parameters are waited for
     it has none      its checkpoints, as they appear
     it is over       its last checkpoint, if that is newer than what came before
 
