@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,20 @@ def test_more_connections_than_descriptors_end_no_replica(tmp_path: Path) -> Non
         until(lambda: served.metric("connections") == 1)  # the one that asks
         assert served.replicas() == replicas
         assert served.predict(X)[0] == 200
+
+
+@pytest.mark.slow
+def test_signals_that_come_again_leave_nothing_behind(tmp_path: Path) -> None:
+    """Also while what it has is put away, when the loop is over."""
+    (tmp_path / "private").mkdir()
+    with Served(tmp_path, "--replicas", "1", env={"TMPDIR": str(tmp_path / "private")}) as served:
+        served.wait()
+        assert any((tmp_path / "private").iterdir())
+        while served.process.poll() is None:
+            served.process.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert served.process.returncode == 0
+        assert not list((tmp_path / "private").glob("*paceline*"))
 
 
 @pytest.mark.slow
@@ -147,6 +162,10 @@ def test_slow_requests_under_way_are_finished_and_late_ones_are_told(tmp_path: P
         (("--input", "2x3", "--input", "4"), "the model's forward takes 1"),
         (("--precision", "int4"), "did you mean 'int8'?"),
         (("--device", "gpu"), "--device 'gpu' cannot be used here"),
+        (("--port", "99999"), "'99999' is no port"),
+        (("--codec", "quantise(3)"), "did you mean 'quantize'"),
+        (("--model", "net.py:broken"), "net.py:broken fails ("),
+        (("--holdout", "net.py:broken"), "RuntimeError: not today"),
         (("--host", "203.0.113.7"), "cannot listen on --host 203.0.113.7"),
     ],
 )

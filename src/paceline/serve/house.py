@@ -16,7 +16,6 @@ import contextlib
 import functools
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from paceline.serve.private import private_folder
 from paceline.serve.refused import Refused
 from paceline.serve.replica import SETTINGS, SHELF
 from paceline.serve.settings import Settings
+from paceline.serve.signals import Signals
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STEADY_S = 60.0  # a replica that lived so long may die once without a longer pause
@@ -97,10 +97,8 @@ class House:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Until SIGTERM or SIGINT; the exit code."""
-        loop = self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end)
+        """Until `end`; the exit code."""
+        self._loop = asyncio.get_running_loop()
         self._door.open()
         seats = [asyncio.create_task(self._keep(seat)) for seat in self._seats]
         watching = asyncio.create_task(self._watch())
@@ -112,7 +110,8 @@ class House:
             raise ConfigError(self._why)
         return await self._drain(seats)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """When the requests under way are answered; asked again, at once."""
         if self._ending.is_set():
             self._say("ends at once")
             self._kill()
@@ -288,7 +287,7 @@ def serve(
     started: Callable[[str], None],
 ) -> int:
     """Serve until told to end; the exit code."""
-    with private_folder() as directory:
+    with Signals() as signals, private_folder() as directory:
         (directory / SHELF).mkdir()
         (directory / SETTINGS).write_bytes(msgspec.json.encode(settings))
         keeper = make_keeper(directory / SHELF)
@@ -301,15 +300,17 @@ def serve(
                 say(f"waits for the first version: {stands.source}")
             control = Control(settings.name, keeper, learner)
             house = functools.partial(House, settings, listener, directory, control, say=say, started=started)
-            return asyncio.run(_run(house))
+            return asyncio.run(_run(house, signals))
         finally:
             if learner:
                 learner.close()
             keeper.close()
 
 
-async def _run(make: Callable[[], House]) -> int:
-    return await make().run()
+async def _run(make: Callable[[], House], signals: Signals) -> int:
+    house = make()
+    signals.to(house.end)
+    return await house.run()
 
 
 def _environment(settings: Settings) -> dict[str, str]:
