@@ -379,6 +379,14 @@ def test_a_holdout_that_fails_is_told_and_serving_goes_on(tmp_path: Path, monkey
         until(lambda: shelf.current() == 2)
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_an_empty_holdout_is_said(metric: str) -> None:
+    x, y = torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)
+    for data in ((x, y), torch.utils.data.TensorDataset(x, y), [(x, y), (x, y)], []):
+        with pytest.raises(ConfigError, match="the holdout is empty"):
+            Holdout(data, metric)
+
+
 def test_metrics_of_models() -> None:
     model = nn.Linear(2, 2, bias=False)
     model.weight.data = torch.eye(2)

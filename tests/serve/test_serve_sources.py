@@ -139,6 +139,13 @@ def test_a_checkpoint_that_is_copied_slowly_is_taken_when_it_is_whole(tmp_path: 
     assert update.version == 20
 
 
+def test_a_run_of_which_nothing_can_be_had_yet_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x" / "status").mkdir(parents=True)
+    keeper = Keeper(Shelf(tmp_path / "shelf"), make_source("x", root=tmp_path), model=make_model())
+    with keeping(keeper):
+        assert keeper.state().source == "waits for run x: it has no servers and no checkpoint yet"
+
+
 def test_how_a_run_ended_is_read_from_what_its_first_member_said(tmp_path: Path) -> None:
     from paceline.core.status import Status
     from paceline.environment.place import this_host

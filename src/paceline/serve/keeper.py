@@ -240,7 +240,7 @@ class Keeper:
         if self._source.ended:
             return f"{what} is over ({self._source.ended}): {goes_on}"
         if self._seen is None:
-            return f"waits for {what}"
+            return f"waits for {what}" + (f": {self._source.note}" if self._source.note else "")
         awaits = f"; {self._awaits}" if self._awaits else ""
         return f"follows {what}, version {self._seen[0]}, {now - self._seen[1]:.1f} s ago{awaits}"
 

@@ -63,7 +63,8 @@ class RunSource:
     @property
     def note(self) -> str:
         if self._served is None:
-            return ""
+            alone = self._checkpoints is not None and self._follower is None and self._from_file is None
+            return "it has no servers and no checkpoint yet" if alone else ""
         told = [f"the codec is not used: {self._exact}"] if self._exact else []
         if self._rest:
             told.append(f"{len(self._rest)} tensors that servers do not have come from {self._saved}")
