@@ -63,7 +63,7 @@ def make_model(text: str) -> tuple[nn.Module, ModuleType, str]:
     module, where, name = loading.named(text)
     if not name:
         raise ConfigError(f"--model {text!r}: name the function that makes the model, as in train.py:make_model")
-    model = loading.function(module, name, where)()
+    model = loading.result(module, name, where)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{text} returned a {type(model).__name__}, not an nn.Module")
     return model.eval(), module, where
