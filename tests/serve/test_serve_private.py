@@ -35,24 +35,29 @@ def test_what_is_left_goes_and_what_lives_stays(tmp_path: Path, monkeypatch: pyt
     assert not lives.exists()
 
 
+def folders(place: Path) -> set[Path]:
+    return set(place.glob("*paceline-*"))
+
+
 @pytest.mark.slow
-def test_a_killed_server_leaves_no_weights(tmp_path: Path) -> None:
-    """Its replicas put its folder away; if they are killed too, the next server does."""
+def test_replicas_put_the_folder_of_a_killed_server_away(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    with Served(tmp_path, "--replicas", "2", env={"TMPDIR": str(tmp_path / "place")}) as served:
+        served.wait()
+        assert len(folders(tmp_path / "place")) == 1
+        served.process.kill()
+        until(lambda: not folders(tmp_path / "place"), "replicas that put the folder away")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_next_server_puts_away_what_nobody_could(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     env = {"TMPDIR": str(place)}
-
-    def folders() -> set[Path]:
-        return set(place.glob("*paceline-*"))
-
-    with Served(tmp_path, "--replicas", "2", env=env) as alone:
-        alone.wait()
-        assert len(folders()) == 1
-        alone.process.kill()
-        until(lambda: not folders(), "replicas that put the folder away")
     with Served(tmp_path, "--replicas", "1", env=env) as lives:
         lives.wait()
-        kept = folders()
+        kept = folders(place)
         with Served(tmp_path, "--replicas", "1", env=env) as killed:
             killed.wait()
             replicas = killed.replicas()
@@ -63,14 +68,14 @@ def test_a_killed_server_leaves_no_weights(tmp_path: Path) -> None:
             for pid in replicas:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        left = folders() - kept
+        left = folders(place) - kept
         assert len(left) == 1
         with Served(tmp_path, "--replicas", "1", env=env) as after:
             after.wait()
-            assert not left & folders()
-            assert kept < folders()
+            assert not left & folders(place)
+            assert kept < folders(place)
             assert after.stop() == 0
-        assert folders() == kept
+        assert folders(place) == kept
         assert lives.predict([[[1, 2, 3], [4, 5, 6]]])[0] == 200
         assert lives.stop() == 0
-    assert not folders()
+    assert not folders(place)
