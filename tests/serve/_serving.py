@@ -39,6 +39,9 @@ def make():
 def example_inputs():
     return torch.zeros(2, 2, 3)
 
+def broken():
+    raise RuntimeError("not today")
+
 class Table(nn.Module):
     def __init__(self):
         super().__init__()

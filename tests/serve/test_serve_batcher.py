@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +109,29 @@ def test_every_job_is_settled_once_with_its_own_rows(
             assert one["fate"] != "bad"
             assert told == [2 * number for number in outcome.numbers]
     assert all(len(batch) <= most for batch in engine.batches)
+
+
+def test_deadlines_hold_where_values_take_long() -> None:
+    """A model that was quick with zeros leaves the loop with the first batch that is not."""
+
+    def run(batch: Sequence[Any], rows: Sequence[int]) -> tuple[list[Any], int]:
+        time.sleep(0.5)
+        return list(batch), 1
+
+    async def go() -> float:
+        batcher = Batcher(run, max_batch_size=1)
+        loop = asyncio.get_running_loop()
+        batcher.submit(Outcome([1]).job)
+        await asyncio.wait_for(batcher.drained(), 60)
+        began = loop.time()
+        told: list[float] = []
+        batcher.submit(Outcome([2]).job)
+        batcher.submit(Job([3], 1, lambda *_: None, lambda refused: told.append(loop.time()), began + 0.05))
+        await asyncio.wait_for(batcher.drained(), 60)
+        batcher.close("over")
+        return told[0] - began
+
+    assert asyncio.run(go()) < 0.4
 
 
 def test_what_one_turn_reads_goes_together() -> None:

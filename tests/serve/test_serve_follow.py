@@ -72,6 +72,18 @@ def test_a_run_that_is_killed_is_served_on_and_followed_again(
 
 
 @pytest.mark.slow
+def test_a_frozen_parameter_is_not_served_as_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    waits("x")
+    with (
+        kept("x") as (keeper, shelf),
+        training("-n", "1", "--strategy", "async", "--servers", "1", "--checkpoint-keep", "0") as run,
+    ):
+        until(lambda: "waits for its first checkpoint: '0.weight' is on no server" in keeper.state().source, run)
+        assert shelf.current() == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "local(every=4)"])
 def test_a_run_without_servers_is_followed_by_its_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.serve import forms
+from paceline.serve.batcher import Batcher, Job
 from paceline.serve.choice import Choice, choose
 from paceline.serve.engine import Engine
 from paceline.serve.fields import Field
@@ -122,6 +125,54 @@ def test_a_model_that_fails_on_values_refuses_them() -> None:
     with pytest.raises(Refused, match="index out of range") as refused:
         engine.run([(np.array([[9]]),)], [1])
     assert refused.value.status == 422
+
+
+class Fussy(nn.Module):
+    """Fails in several ways, as its values say."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        assert not (x == 1).any(), "one"
+        if (x == 2).any():
+            raise KeyError("two")
+        if (x == 3).any():
+            raise TypeError("three")
+        if (x == 4).any():
+            return x[:1]
+        if (x == 5).any():
+            return x[:, :1]
+        if (x == 6).any():
+            return x.double()
+        if (x == 7).any():
+            return {"other": x}
+        return torch.cat([x, x]) if (x == 8).any() else x
+
+
+@pytest.mark.parametrize("value", range(1, 9))
+def test_values_spoil_no_rows_of_others(value: int) -> None:
+    """Whatever a model does with a request's values, those who were computed with it get their own rows."""
+    engine = Engine(Fussy(), [Field("x", (2,), torch.float32)], Swapped(net()), 8, sizes=[4, 8])
+    engine.warm()
+    before, bad, after = (np.full((2, 2), each, np.float32) for each in (-1, value, -2))
+
+    async def go() -> list[Any]:
+        batcher, told = Batcher(engine.run, max_batch_size=8), list[Any]()
+        for array in (before, bad, after):
+            batcher.submit(Job((array,), 2, lambda rows, version: told.append(rows.arrays()[0]), told.append))
+        await asyncio.wait_for(batcher.drained(), 60)
+        return told
+
+    first, refused, last = asyncio.run(go())
+    np.testing.assert_array_equal(first, before)
+    np.testing.assert_array_equal(last, after)
+    assert (isinstance(refused, Refused), refused.status) == (True, 422)
+
+
+def test_what_a_request_has_left_in_the_buffers_is_not_computed_again() -> None:
+    engine = Engine(Fussy(), [Field("x", (2,), torch.float32)], Swapped(net()), 8, sizes=[8])
+    engine.warm()
+    with pytest.raises(Refused):
+        engine.run([(np.ones((8, 2), np.float32),)], [8])
+    engine.run([(np.zeros((1, 2), np.float32),)], [1])
 
 
 def test_outputs_must_count_items() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,40 @@ def test_replicas_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         replicas = served.replicas()
         served.process.kill()
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in replicas))
+
+
+@pytest.mark.slow
+def test_more_connections_than_descriptors_end_no_replica(tmp_path: Path) -> None:
+    """Those above the limit hear 503, and when the others are gone all is as before."""
+    with Served(tmp_path, "--replicas", "2") as served:
+        resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE, (64, 64))  # long before it has imported torch
+        served.wait()
+        replicas = served.replicas()
+        idle = [socket.create_connection(("127.0.0.1", served.port), 60) for _ in range(100)]
+        until(lambda: served.ask("GET", "/ready")[0] == 503)
+        status, headers, body = served.ask("GET", "/ready")
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "another connection" in json.loads(body)["error"]
+        for connection in idle:
+            connection.close()
+        until(lambda: served.ask("GET", "/ready")[0] == 200)
+        until(lambda: served.metric("connections") == 1)  # the one that asks
+        assert served.replicas() == replicas
+        assert served.predict(X)[0] == 200
+
+
+@pytest.mark.slow
+def test_signals_that_come_again_leave_nothing_behind(tmp_path: Path) -> None:
+    """Also while what it has is put away, when the loop is over."""
+    (tmp_path / "private").mkdir()
+    with Served(tmp_path, "--replicas", "1", env={"TMPDIR": str(tmp_path / "private")}) as served:
+        served.wait()
+        assert any((tmp_path / "private").iterdir())
+        while served.process.poll() is None:
+            served.process.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert served.process.returncode == 0
+        assert not list((tmp_path / "private").glob("*paceline*"))
 
 
 @pytest.mark.slow
@@ -126,6 +162,10 @@ def test_slow_requests_under_way_are_finished_and_late_ones_are_told(tmp_path: P
         (("--input", "2x3", "--input", "4"), "the model's forward takes 1"),
         (("--precision", "int4"), "did you mean 'int8'?"),
         (("--device", "gpu"), "--device 'gpu' cannot be used here"),
+        (("--port", "99999"), "'99999' is no port"),
+        (("--codec", "quantise(3)"), "did you mean 'quantize'"),
+        (("--model", "net.py:broken"), "net.py:broken fails ("),
+        (("--holdout", "net.py:broken"), "RuntimeError: not today"),
         (("--host", "203.0.113.7"), "cannot listen on --host 203.0.113.7"),
     ],
 )

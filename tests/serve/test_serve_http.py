@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from _serving import NET, Served, made, weights
+from _serving import NET, Served, made, until, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -127,6 +127,19 @@ def test_what_is_refused_says_why(server: Served, body: bytes, headers: dict[str
     assert found == status, text
     assert answered["content-type"] == "application/json"
     assert json.loads(text)["error"]
+
+
+def test_a_body_that_is_cut_off_is_no_fault_of_ours(server: Served) -> None:
+    """In a chunk, and with a chunk that is none: the log has no traceback for it."""
+    head = (
+        b"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    before = server.metric("requests_total", 'code="400"')
+    for body in (b"20\r\n{", b'5\r\n{"inp\r\nzzzz\r\n'):
+        with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
+            connection.sendall(head + body)
+    until(lambda: server.metric("requests_total", 'code="400"') >= before + 2)
+    assert "Traceback" not in server.text
 
 
 def test_other_pages(server: Served) -> None:

@@ -164,6 +164,22 @@ def test_what_servers_do_not_have_is_as_the_model_was_made_and_told(tmp_path: Pa
         assert "as the model was made: '1.weight', '1.bias', '1.running_mean' and 2 more" in keeper.state().note
 
 
+def test_frozen_parameters_are_waited_for_where_they_will_come(tmp_path: Path) -> None:
+    """What the factory makes there is random; buffers may be as they were made."""
+    fed, shelf, said = Fed(), Shelf(tmp_path), list[str]()
+    with kept(tmp_path, fed, say=said.append) as keeper:
+        for version in (1, 2):
+            served = {"1.weight": torch.ones(2), "1.bias": torch.ones(2)}
+            fed.feed(Update(version, 0.0, served, version == 1, partly=True, awaits="waits for its first checkpoint"))
+        until(lambda: "version 2," in keeper.state().source)
+        assert "waits for its first checkpoint: '0.weight' is on no server" in keeper.state().source
+        assert (shelf.current(), keeper.state().refusals, len(said)) == (0, [], 1)
+        fed.feed(Update(2, 0.0, {"0.weight": torch.full((2, 2), 7.0)}, False, partly=True, awaits="waits"))
+        until(lambda: shelf.current() == 1)
+        assert (value(shelf, 1), value(shelf, 1, "1.bias")) == (7.0, 1.0)
+        assert "waits" not in keeper.state().source
+
+
 def test_a_lost_source_is_looked_for_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fed, shelf, said = Fed(), Shelf(tmp_path), list[str]()
     monkeypatch.setattr(keeper_module, "_LATER_S", 0.05)
@@ -223,6 +239,26 @@ def test_orders(tmp_path: Path) -> None:
         assert (fed.asked, shelf.current()) == (asked, 9)
         keeper.resume()
         until(lambda: shelf.current() == 10)
+
+
+def test_no_roll_back_ends_at_a_version_that_was_rolled_back(tmp_path: Path) -> None:
+    fed, shelf = Fed(), Shelf(tmp_path)
+    with kept(tmp_path, fed) as keeper:
+        for number in (1, 2, 3):
+            fed.feed(whole(number, float(number)))
+            until(lambda number=number: shelf.current() == number)  # type: ignore[misc]
+        keeper.roll_back()  # 3 is withdrawn
+        keeper.resume()
+        fed.feed(whole(4, 4.0))
+        until(lambda: shelf.current() == 4)
+        keeper.roll_back()
+        assert shelf.current() == 2
+        keeper.pin(3)
+        keeper.unpin()
+        keeper.resume()
+        keeper.pin(4)
+        keeper.unpin()
+        assert shelf.current() == 2  # 3 and 4 were withdrawn: unpinned, the newest of the others is served
 
 
 def _settled(fed: Fed) -> bool:
@@ -285,6 +321,30 @@ def test_only_what_is_not_worse_on_the_holdout_is_served(tmp_path: Path) -> None
         assert [m.number for m in keeper.state().metrics] == [1, 2, None, 3, None, 4]
 
 
+def test_a_metric_that_is_not_finite_bars_no_later_version(tmp_path: Path) -> None:
+    """Of a first version, of one that is rolled back to, and of one that was served before there was a holdout."""
+    values = {1.0: float("nan"), 2.0: 0.5, 3.0: float("nan"), 4.0: 0.4, 5.0: 0.6}
+    holdout = Holdout(
+        [(torch.zeros(1, 2), torch.zeros(1))], lambda model, batches: values[first_weight(model, batches)]
+    )
+    fed, shelf = Fed(), Shelf(tmp_path)
+    with kept(tmp_path, fed):
+        fed.feed(whole(1, 1.0))
+        until(lambda: shelf.current() == 1)
+    fed = Fed()
+    with kept(tmp_path, fed, holdout=holdout) as keeper:
+        fed.feed(whole(2, 2.0))
+        until(lambda: shelf.current() == 2)
+        for number, weight in ((3, 3.0), (4, 4.0)):  # nan, and less than 0.5: both are worse
+            fed.feed(whole(number, weight))
+            until(lambda number=number: len(keeper.state().refusals) == number - 2)  # type: ignore[misc]
+        assert shelf.current() == 2
+        keeper.roll_back()
+        keeper.resume()
+        fed.feed(whole(5, 5.0))
+        until(lambda: shelf.current() == 3)
+
+
 def test_a_version_from_before_there_was_a_holdout_is_measured(tmp_path: Path) -> None:
     fed, shelf = Fed(), Shelf(tmp_path)
     with kept(tmp_path, fed):
@@ -317,6 +377,14 @@ def test_a_holdout_that_fails_is_told_and_serving_goes_on(tmp_path: Path, monkey
         assert keeper.state().refusals[0].reason == "ValueError: no such class"
         fed.feed(whole(3, 3.0))
         until(lambda: shelf.current() == 2)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_an_empty_holdout_is_said(metric: str) -> None:
+    x, y = torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)
+    for data in ((x, y), torch.utils.data.TensorDataset(x, y), [(x, y), (x, y)], []):
+        with pytest.raises(ConfigError, match="the holdout is empty"):
+            Holdout(data, metric)
 
 
 def test_metrics_of_models() -> None:
@@ -413,7 +481,8 @@ class Orders(RuleBasedStateMachine):
     @rule()
     def roll_back(self) -> None:
         before = self.keeper.state()
-        older = [v.number for v in before.versions if v.number < before.current]
+        withdrawn = self.shelf.orders().withdrawn
+        older = [v.number for v in before.versions if v.number < before.current and v.number not in withdrawn]
         if before.pinned is not None or not older:
             with pytest.raises(ConfigError):
                 self.keeper.roll_back()

@@ -57,6 +57,10 @@ def test_safetensors_and_json_make_the_same_samples() -> None:
     body = {"inputs": [[1, 2], [3, 4]], "labels": [0, 2]}
     raw = save({"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "labels": torch.tensor([0, 2])})
     assert labelled().samples(SAFETENSORS, raw) == labelled().samples(JSON, json.dumps(body).encode())
+    named = save(
+        {"picture": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "labels": torch.tensor([0, 2])}
+    )  # as /predict does
+    assert labelled().samples(SAFETENSORS, named) == labelled().samples(SAFETENSORS, raw)
 
 
 @pytest.mark.parametrize(

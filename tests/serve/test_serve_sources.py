@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import threading
 import time
@@ -97,6 +98,52 @@ def test_checkpoints_give_what_changed_and_torn_ones_are_refused(tmp_path: Path)
     other = make_source(str(first_path), model=1)
     with pytest.raises(Unfit, match=r"it has no 'model.1': did you mean 'model.0'"):
         other.newest(0.0)
+
+
+def test_a_checkpoint_that_is_copied_slowly_is_taken_when_it_is_whole(tmp_path: Path) -> None:
+    """File by file, the largest in pieces: refused once, and read again when nothing more comes."""
+    elsewhere = Checkpoints(tmp_path / "elsewhere")
+    first, second, third = (save(elsewhere, step, float(step)) for step in (10, 20, 30))
+    here = tmp_path / "here"
+    shutil.copytree(first, here / first.name)
+    source = make_source(str(here))
+    assert source.newest(0.0) is not None
+    (here / second.name).mkdir()
+    assert source.newest(0.0) is None
+    for path in sorted(second.iterdir()):  # shared.safetensors is the last
+        (here / second.name / path.name).write_bytes(
+            path.read_bytes()[: -8 if path.name.startswith("shared") else None]
+        )
+    with pytest.raises(Unfit, match=r"checkpoint step-00000020: shared\.safetensors"):
+        source.newest(0.0)
+    assert source.newest(0.0) is None
+    with (here / second.name / "shared.safetensors").open("ab") as file:
+        file.write((second / "shared.safetensors").read_bytes()[-8:])
+    assert source.newest(0.0) is None  # it may still grow
+    update = source.newest(10.0)
+    assert update is not None
+    assert (update.version, float(update.tensors["w"][0, 0])) == (20, 20.0)
+    for path in sorted(third.iterdir(), key=lambda path: path.name == "manifest.json"):
+        assert source.newest(0.0) is None
+        (here / third.name).mkdir(exist_ok=True)
+        shutil.copy(path, here / third.name)
+    update = source.newest(10.0)
+    assert update is not None
+    assert update.version == 30
+    shutil.rmtree(here)
+    with pytest.raises(Interrupted, match="there is no directory"):
+        source.newest(0.0)
+    shutil.copytree(second, here / second.name)
+    update = source.newest(0.0)
+    assert update is not None
+    assert update.version == 20
+
+
+def test_a_run_of_which_nothing_can_be_had_yet_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x" / "status").mkdir(parents=True)
+    keeper = Keeper(Shelf(tmp_path / "shelf"), make_source("x", root=tmp_path), model=make_model())
+    with keeping(keeper):
+        assert keeper.state().source == "waits for run x: it has no servers and no checkpoint yet"
 
 
 def test_how_a_run_ended_is_read_from_what_its_first_member_said(tmp_path: Path) -> None:

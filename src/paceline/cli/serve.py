@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.serve.holdout import Holdout
 
 _PIP = "pip install 'paceline[serve]'"
+_LAST_PORT = 65535
 _MOST_REPLICAS = 4  # by default: each has a model of its own in memory
 _TOKEN = "PACELINE_SERVE_TOKEN"
 _EPILOG = """\
@@ -72,9 +73,7 @@ def _parser() -> Parser:
         help="of one label for /learn, as in float32 or 10:float32 (int64: the number of a class)",
     )
     parser.option("--host", parse=str, metavar="ADDRESS", default="127.0.0.1", help="to listen on (127.0.0.1)")
-    parser.option(
-        "--port", parse=whole(0), metavar="P", default=8000, help="of that address; 0: any that is free (8000)"
-    )
+    parser.option("--port", parse=_port, metavar="P", default=8000, help="of that address; 0: any that is free (8000)")
     parser.option(
         "--token-file", parse=str, metavar="FILE", help="that holds the token; on loopback none is asked for without"
     )
@@ -135,7 +134,7 @@ def _parser() -> Parser:
         help="for requests under way at the end (30)",
     )
     parser.option(
-        "--codec", parse=str, metavar="NAME", default="", help="in which changes travel from servers (exactly)"
+        "--codec", parse=_codec, metavar="NAME", default="", help="in which changes travel from servers (exactly)"
     )
     parser.option(
         "--every-s", parse=seconds(0), metavar="S", default=0.0, help="at most one new version in so long (0)"
@@ -150,6 +149,22 @@ def _parser() -> Parser:
         "what", metavar="RUN|CHECKPOINT", help="a run's name or directory, a checkpoint, or a .safetensors file"
     )
     return parser
+
+
+def _port(text: str) -> int:
+    """A number above the last port would be cut to sixteen bits, and be another one."""
+    if (port := whole(0)(text)) > _LAST_PORT:
+        raise ConfigError(f"{text!r} is no port: they end at {_LAST_PORT}")
+    return port
+
+
+def _codec(text: str) -> str:
+    """Asked of it here already: a file or a run without servers would never tell that there is no such codec."""
+    from paceline.server.outside.calls import make_code
+
+    if text:
+        make_code(text)
+    return text
 
 
 def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
@@ -246,7 +261,7 @@ def _holdout(given: Namespace) -> Holdout | None:
         metric = getattr(of, called, None)
         if not callable(metric):
             raise ConfigError(f"--metric {given.metric!r} is no function")
-    return Holdout(loading.function(module, name, where)(), metric, given.tolerance)
+    return Holdout(loading.result(module, name, where), metric, given.tolerance)
 
 
 def _token(given: Namespace) -> tuple[str, str]:

@@ -67,6 +67,22 @@ def function(module: ModuleType, name: str, where: str) -> Callable[[], Any]:
     return made
 
 
+def result(module: ModuleType, name: str, where: str) -> Any:
+    """What that function returns; ConfigError names the line of the user's file in which it fails."""
+    make = function(module, name, where)
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except SystemExit as error:
+        raise ConfigError(f"{where}:{name} ends the process ({error.code}) instead of returning") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = ([frame for frame in frames if frame.filename == module.__file__] or frames)[-1]
+        at = f"{last.filename}, line {last.lineno}"
+        raise ConfigError(f"{where}:{name} fails ({at}): {type(error).__name__}: {error}") from error
+
+
 def needed(function: Any) -> list[str]:
     """The arguments that must be given."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

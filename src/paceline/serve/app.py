@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.serve import description
@@ -175,15 +176,18 @@ def _is_foreign(headers: dict[bytes, bytes]) -> bool:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """At most so many bytes; 413 as soon as more are announced or come."""
+    """At most so many bytes; 413 as soon as more are announced or come, 400 where the rest does not."""
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > most:
         raise Refused(413, f"the body has {announced} bytes, {most} are allowed")
     pieces = bytearray()
-    async for piece in request.stream():
-        pieces += piece
-        if len(pieces) > most:
-            raise Refused(413, f"the body has more than {most} bytes, which are allowed")
+    try:
+        async for piece in request.stream():
+            pieces += piece
+            if len(pieces) > most:
+                raise Refused(413, f"the body has more than {most} bytes, which are allowed")
+    except ClientDisconnect:  # or what came was no HTTP any more
+        raise Refused(400, "the body was cut off") from None
     return bytes(pieces)
 
 

@@ -9,13 +9,14 @@ connection is gone) is settled with nobody listening, and is not computed if tha
 
 Assumes that `run` returns rows in the order of the jobs. Small models run in the loop's own thread (`beside=False`),
 since handing over to another thread costs more than they do; others in one thread beside it, so that the loop stays
-awake.
+awake. That is tried out with zeros: a model for which some values take long moves there with the first that do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from paceline.serve.refused import Refused
 
 Arrays = TypeVar("Arrays")
+_LONG_S = 0.05  # of a batch in the loop's own thread; meanwhile deadlines pass without an answer
 
 
 class Job(Generic[Arrays]):
@@ -78,7 +80,10 @@ class Batcher:
         self._limit = queue_limit
         self._watch = watch
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, "engine", began) if beside else None
+        self._began = began
+        self._thread: ThreadPoolExecutor | None = None
+        if beside:
+            self._move()
         self._waiting: deque[Job[Any]] = deque()
         self._rows = 0  # that wait
         self._due: asyncio.Handle | None = None  # the next look at the queue
@@ -134,6 +139,10 @@ class Batcher:
             self._thread.shutdown(wait=False)
         self._rest()
 
+    def _move(self) -> None:
+        """From now on beside the loop."""
+        self._thread = ThreadPoolExecutor(1, "engine", self._began)
+
     def _look_soon(self, now: float) -> None:
         """Plan the next batch: at the end of this turn of the loop if it is due, else when it will be."""
         if self._due is not None:
@@ -184,7 +193,11 @@ class Batcher:
         if self._watch:
             self._watch.batch(sum(job.rows for job in jobs))
         if self._thread is None:
-            self._settle(jobs, self._attempt(jobs))
+            began = time.monotonic()
+            outcomes = self._attempt(jobs)
+            if time.monotonic() - began > _LONG_S:
+                self._move()
+            self._settle(jobs, outcomes)
         else:
             future = self._loop.run_in_executor(self._thread, self._attempt, jobs)
             future.add_done_callback(lambda done: self._settle(jobs, done.result()))

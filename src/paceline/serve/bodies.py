@@ -61,8 +61,9 @@ def json_reader(inputs: Sequence[Field], label: Field | None = None) -> Callable
     return read
 
 
-def safetensors_reader(fields: Sequence[Field]) -> Callable[[bytes], Arrays]:
-    """What reads a body of safetensors."""
+def safetensors_reader(inputs: Sequence[Field], label: Field | None = None) -> Callable[[bytes], Arrays]:
+    """What reads a body of safetensors; with `label`, one that has labels too, which come last."""
+    fields = [*inputs, label] if label else list(inputs)
     known: dict[tuple[bytes, int], list[tuple[int, int, np.dtype[Any], tuple[int, ...]]]] = {}
 
     def places(header: bytes, data_bytes: int) -> list[tuple[int, int, np.dtype[Any], tuple[int, ...]]]:
@@ -70,8 +71,9 @@ def safetensors_reader(fields: Sequence[Field]) -> Callable[[bytes], Arrays]:
             slots = {slot.name: slot for slot in layout.parse(header, data_bytes)[0]}
         except (CheckpointError, RecursionError, OverflowError) as error:
             raise Refused(400, f"the body is not safetensors: {error}") from None
-        if len(fields) == 1 and len(slots) == 1:
-            slots = {fields[0].name: next(iter(slots.values()))}  # there is only one that can be meant
+        others = [name for name in slots if not label or name != label.name]
+        if len(inputs) == 1 and len(others) == 1:
+            slots[inputs[0].name] = slots.pop(others[0])  # there is only one that can be meant
         if set(slots) != {field.name for field in fields}:
             raise Refused(422, f"the body has {sorted(slots)}; wanted: {wanted(fields)}")
         found = []

@@ -53,6 +53,7 @@ class Engine:
         self.outputs: list[Field] = []
         self._device = device or torch.device("cpu")
         self._buffers = [torch.zeros((most, *field.shape), dtype=_held(field.dtype)) for field in inputs]
+        self._lie = {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
         self._arrays = [buffer.numpy() for buffer in self._buffers]
         fitting = {n: n for n in range(1, most + 1)} if not sizes else _fitting(sizes, most)
         self._size_for = fitting  # how many items are computed for so many; a form may know a few sizes only
@@ -69,6 +70,8 @@ class Engine:
             for place, array in zip(self._arrays, arrays):
                 place[at : at + n] = array
             at += n
+        for place in self._arrays:
+            place[at : self._size_for[at]] = 0  # what a request before has left there is not for this batch to compute
         outputs = self._compute(at)
         results = []
         begin = 0
@@ -83,25 +86,33 @@ class Engine:
         with torch.inference_mode():
             size = self._size_for[1]
             self.outputs = outputs_of(self._made(size), size)
-        for size in sorted(self._views):
-            self._compute(size)
-        times = []
-        for _ in range(_REPEATS):
-            began = time.perf_counter()
-            self._compute(self.most)
-            times.append(time.perf_counter() - began)
+        try:
+            for size in sorted(self._views):
+                self._compute(size)
+            times = []
+            for _ in range(_REPEATS):
+                began = time.perf_counter()
+                self._compute(self.most)
+                times.append(time.perf_counter() - began)
+        except Refused as refused:
+            raise ConfigError(f"batches of zeros, of 1 to {self.most} items: {refused.why}") from None
         return statistics.median(times)
 
     def _compute(self, items: int) -> Outputs:
         try:
             with torch.inference_mode():
-                made = flat(self._made(self._size_for[items]))
-                arrays = [_array(made[field.name], items) for field in self.outputs]
+                size = self._size_for[items]
+                made = flat(self._made(size))
+                for field in self.outputs:
+                    _check(field, made.get(field.name), size)
+                arrays = [self._array(made[field.name], items) for field in self.outputs]
         except torch.OutOfMemoryError as error:
             raise Refused(503, f"out of memory: {error}", retry_after_s=1) from None
         except torch.AcceleratorError as error:
             _end(error)
-        except (IndexError, ValueError, RuntimeError) as error:  # the example passed: it is what this request holds
+        except Refused:
+            raise
+        except Exception as error:  # the user's code, and zeros have passed: it is what this request holds
             raise Refused(422, f"the model cannot compute this: {type(error).__name__}: {error}") from None
         return Outputs(arrays)
 
@@ -109,6 +120,15 @@ class Engine:
         """What the model makes of what lies in the buffers."""
         views = self._views[size]
         return self._forward(*(views if self._device.type == "cpu" else [view.to(self._device) for view in views]))
+
+    def _array(self, value: torch.Tensor, items: int) -> np.ndarray[Any, Any]:
+        value = value[:items]
+        if value.dtype == torch.bfloat16:
+            value = value.float()
+        elif value.untyped_storage().data_ptr() in self._lie:  # a part of its input: the next batch would write over it
+            value = value.clone()
+        array: np.ndarray[Any, Any] = value.cpu().numpy()
+        return array
 
 
 class Outputs:
@@ -148,12 +168,15 @@ def _end(error: Exception) -> NoReturn:
     os._exit(1)
 
 
-def _array(value: torch.Tensor, items: int) -> np.ndarray[Any, Any]:
-    value = value[:items]
-    if value.dtype == torch.bfloat16:
-        value = value.float()
-    array: np.ndarray[Any, Any] = value.cpu().numpy()
-    return array
+def _check(field: Field, value: Any, size: int) -> None:
+    """Rows are cut out by number: a model that leaves some out for some values would give one the rows of another."""
+    if isinstance(value, torch.Tensor) and value.shape == (size, *field.shape) and value.dtype == field.dtype:
+        return
+    found = f"{list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise Refused(
+        422,
+        f"of these values the model makes {field.name!r} with {found}, and not {[size, *field.shape]} of {field.dtype}",
+    )
 
 
 def _held(dtype: torch.dtype) -> torch.dtype:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.core import loading
 from paceline.core.errors import ConfigError, nearest
 
 EXAMPLE = "example_inputs"
@@ -59,7 +60,7 @@ def inputs_of(
             f"what does one item look like? Say it once for each argument of the model, as in --input 3x224x224, or "
             f"write a function {EXAMPLE}() into {where} that returns the arguments for a batch"
         )
-    example = found()
+    example = loading.result(module, EXAMPLE, where)
     tensors = example if isinstance(example, (tuple, list)) else (example,)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or not tensor.dim():

@@ -35,7 +35,7 @@ class Holdout:
         self.name = metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
         self._metric: Metric = _METRICS[metric] if isinstance(metric, str) else metric
         self._sign = -1.0 if metric == "loss" else 1.0
-        self._batches = _batches(data)
+        self._batches = [(x, y) for x, y in _batches(data) if not (isinstance(y, Tensor) and not y.numel())]
         if not self._batches:
             raise ConfigError("the holdout is empty: a version cannot be measured")
 

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -30,21 +29,26 @@ from paceline.core.errors import ConfigError
 from paceline.serve import counts
 from paceline.serve.control import Control, Tally
 from paceline.serve.counts import Counts
+from paceline.serve.door import Door, room
+from paceline.serve.fast_lane import answer_bytes
 from paceline.serve.keeper import Keeper
 from paceline.serve.learner import Learner
 from paceline.serve.messages import Ask, Closed, Drain, Failed, Learn, Line, Ready, Reply, Tell, Told
+from paceline.serve.predict import refusal
 from paceline.serve.private import private_folder
+from paceline.serve.refused import Refused
 from paceline.serve.replica import SETTINGS, SHELF
 from paceline.serve.settings import Settings
+from paceline.serve.signals import Signals
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _STEADY_S = 60.0  # a replica that lived so long may die once without a longer pause
 _TELL_S = 1.0  # how long counts of a replica are waited for
 _WATCH_S = 1.0
 _SILENT_S = 30.0  # a replica that does not answer for so long is stuck
-_BACKLOG = 2048
 _SLACK_S = 5.0
 _FIRST_S = 3.0  # in which a version that is there is taken, or refused
+_FULL = Refused(503, "no replica can take another connection now", retry_after_s=1)
 
 
 class Seat:
@@ -77,7 +81,8 @@ class House:
         started: Callable[[str], None],
     ) -> None:
         self._settings = settings
-        self._listener = listener
+        self._door = Door(listener, self._give, answer_bytes(refusal(_FULL), close=True), say=say)
+        self._room = room()  # for connections, in each replica
         self._directory = directory
         self._control = control
         self._say = say
@@ -92,13 +97,9 @@ class House:
         self._answering: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Until SIGTERM or SIGINT; the exit code."""
-        loop = self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end)
-        self._listener.setblocking(False)
-        self._listener.listen(_BACKLOG)
-        loop.add_reader(self._listener.fileno(), self._accept)
+        """Until `end`; the exit code."""
+        self._loop = asyncio.get_running_loop()
+        self._door.open()
         seats = [asyncio.create_task(self._keep(seat)) for seat in self._seats]
         watching = asyncio.create_task(self._watch())
         await self._ending.wait()
@@ -109,7 +110,8 @@ class House:
             raise ConfigError(self._why)
         return await self._drain(seats)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """When the requests under way are answered; asked again, at once."""
         if self._ending.is_set():
             self._say("ends at once")
             self._kill()
@@ -122,9 +124,7 @@ class House:
 
     async def _drain(self, seats: list[asyncio.Task[None]]) -> int:
         self._say("ends when the requests under way are answered")
-        self._accept()  # who has connected already is answered too
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
+        self._door.close()
         for seat in self._seats:
             if seat.line:
                 seat.line.send(Drain())
@@ -137,32 +137,18 @@ class House:
 
     # Connections.
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:  # no descriptor is left, or it was reset meanwhile
-                self._say(f"a connection could not be taken: {error.strerror}")
-                return
-            with connection:
-                self._give(connection)
-
-    def _give(self, connection: socket.socket) -> None:
-        """To a replica that is ready, or to one that says that it is not."""
-        there = [seat for seat in self._seats if seat.lane]
+    def _give(self, connection: socket.socket) -> bool:
+        """To a replica that is ready, or to one that says that it is not; False where none can take it."""
+        there = [seat for seat in self._seats if seat.lane and seat.connections < self._room]
         for seat in sorted(there, key=lambda s: (not s.ready, s.connections)):
             try:
                 assert seat.lane
                 socket.send_fds(seat.lane, [b"c"], [connection.fileno()])
                 seat.connections += 1
-                return
+                return True
             except OSError:  # it has just died, or does not read
                 continue
-        with contextlib.suppress(OSError):
-            connection.setblocking(False)
-            connection.send(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")
+        return False
 
     # Replicas.
 
@@ -301,7 +287,7 @@ def serve(
     started: Callable[[str], None],
 ) -> int:
     """Serve until told to end; the exit code."""
-    with private_folder() as directory:
+    with Signals() as signals, private_folder() as directory:
         (directory / SHELF).mkdir()
         (directory / SETTINGS).write_bytes(msgspec.json.encode(settings))
         keeper = make_keeper(directory / SHELF)
@@ -314,15 +300,17 @@ def serve(
                 say(f"waits for the first version: {stands.source}")
             control = Control(settings.name, keeper, learner)
             house = functools.partial(House, settings, listener, directory, control, say=say, started=started)
-            return asyncio.run(_run(house))
+            return asyncio.run(_run(house, signals))
         finally:
             if learner:
                 learner.close()
             keeper.close()
 
 
-async def _run(make: Callable[[], House]) -> int:
-    return await make().run()
+async def _run(make: Callable[[], House], signals: Signals) -> int:
+    house = make()
+    signals.to(house.end)
+    return await house.run()
 
 
 def _environment(settings: Settings) -> dict[str, str]:

@@ -14,6 +14,7 @@ so. Only one thread works here, and it has a lower priority than those that answ
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -98,6 +99,7 @@ class Keeper:
         self._candidate: tuple[int, float] | None = None  # version and time of what is merged and not judged yet
         self._lost_since = 0.0
         self._why = ""
+        self._awaits = ""  # what of the model is still to come
         self._pause_s = _SOON_S
         self._seen: tuple[int, float] | None = None  # the newest version of the source
         self._refusals: deque[Refusal] = deque(maxlen=20)
@@ -175,14 +177,16 @@ class Keeper:
             orders = self._shelf.orders()
             if orders.pinned is not None:
                 raise ConfigError(f"version {orders.pinned} is pinned: unpin before you roll back")
-            before = [version for version in self._shelf.versions() if version.number < orders.serving]
+            older = [version for version in self._shelf.versions() if version.number < orders.serving]
+            before = [version for version in older if version.number not in orders.withdrawn]
             if not before:
-                raise ConfigError(f"there is no version before {orders.serving} on the shelf")
+                but = " but those that were rolled back: pin one of them" if older else ""
+                raise ConfigError(f"there is no version before {orders.serving} on the shelf{but}")
             to = before[-1]
             here = {version.number for version in self._shelf.versions()}
             withdrawn = (*(number for number in orders.withdrawn if number in here), orders.serving)
             self._shelf.order(replace(orders, serving=to.number, paused=True, withdrawn=withdrawn))
-            self._best = to.metric
+            self._best = _finite(to.metric)
             self._changed.notify_all()
 
     # ---- with the lock held
@@ -197,6 +201,7 @@ class Keeper:
 
     def _count(self, metric: float | None) -> None:
         """A version with this metric is served."""
+        metric = _finite(metric)
         if metric is not None and self._holdout:
             self._best = metric if self._best is None else self._holdout.better(self._best, metric)
 
@@ -235,8 +240,9 @@ class Keeper:
         if self._source.ended:
             return f"{what} is over ({self._source.ended}): {goes_on}"
         if self._seen is None:
-            return f"waits for {what}"
-        return f"follows {what}, version {self._seen[0]}, {now - self._seen[1]:.1f} s ago"
+            return f"waits for {what}" + (f": {self._source.note}" if self._source.note else "")
+        awaits = f"; {self._awaits}" if self._awaits else ""
+        return f"follows {what}, version {self._seen[0]}, {now - self._seen[1]:.1f} s ago{awaits}"
 
     # ---- in a thread of its own
 
@@ -296,6 +302,8 @@ class Keeper:
         """Whether what is merged was taken; it is not judged again, unless a pause came between."""
         if reason := self._merged.misfit:
             return self._turn_down(reason, version)
+        if self._has_to_wait():
+            return False
         metric = best = None
         if self._holdout:
             best = self._best_served()
@@ -313,6 +321,8 @@ class Keeper:
         number = 1 + max([*numbers, orders.serving, *orders.withdrawn])
         base = self._base if self._base in numbers else None
         new = self._merged.tensors if base is None else self._merged.fresh()
+        if self._base is None and self._merged.note:
+            self._say(self._merged.note)
         self._shelf.put(Version(number=number, source_version=version, made_at=made_at, metric=metric), new, base)
         self._merged.put()
         self._base, self._candidate = number, None
@@ -322,6 +332,17 @@ class Keeper:
             self._serve_newest()
             self._shelf.prune()
         return True
+
+    def _has_to_wait(self) -> bool:
+        """Whether something of the model is still to come. It is no refusal: what is merged stays, and is added to."""
+        with self._changed:
+            awaits, before = self._merged.awaits, self._awaits
+            self._awaits = awaits
+            if awaits:
+                self._candidate = None
+        if awaits and not before:
+            self._say(f"{self._source.what}: {awaits}")
+        return bool(awaits)
 
     def _turn_down(self, reason: str, version: int, metric: float | None = None, best: float | None = None) -> bool:
         with self._changed:
@@ -333,7 +354,7 @@ class Keeper:
         """What a version must reach; one that was served before there was a holdout is measured now."""
         serving = self._shelf.current()
         if self._best is None and serving:
-            metric = self._measure(self._shelf.read(serving))
+            metric = _finite(self._measure(self._shelf.read(serving)))
             with self._changed:
                 self._best = metric
         return self._best
@@ -342,3 +363,8 @@ class Keeper:
         assert self._holdout
         self._merged.fill(tensors)
         return self._holdout.measure(self._model)
+
+
+def _finite(metric: float | None) -> float | None:
+    """None where it is nan or infinite: such a version is no measure for others, or nothing would ever reach it."""
+    return metric if metric is not None and math.isfinite(metric) else None

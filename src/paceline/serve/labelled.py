@@ -38,7 +38,7 @@ class Labelled:
         self._fields = [*inputs, self.label]
         self._readers = {
             JSON: bodies.json_reader(inputs, self.label),
-            SAFETENSORS: bodies.safetensors_reader(self._fields),
+            SAFETENSORS: bodies.safetensors_reader(inputs, self.label),
         }
         if not self.label.shape and self.label.kind is int and len(outputs) == 1 and len(outputs[0].shape) == 1:
             self._classes = outputs[0].shape[0]

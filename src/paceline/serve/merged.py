@@ -26,13 +26,13 @@ class Merged:
         self._given: set[str] = set()
         self._fresh = set(self.tensors)  # since the last version that was put on the shelf
         self._wrong: dict[str, str] = {}  # by name, why it cannot be used
-        self._partly = True
+        self._partly, self._awaits = True, ""
 
     def take(self, update: Update) -> None:
         if update.whole:
             self._fresh |= self._given
             self.tensors, self._given, self._wrong = dict(self._made), set(), {}
-        self._partly = update.partly
+        self._partly, self._awaits = update.partly, update.awaits
         found: dict[str, tuple[str, Tensor]] = {}
         for named, tensor in update.tensors.items():
             name = self._names.get(named)
@@ -55,7 +55,7 @@ class Merged:
         if self._wrong:
             reasons = list(self._wrong.values())
             return "; ".join(reasons[:_SHOWN]) + (f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
-        missing = [name for name in self._places if name not in self._given]
+        missing = self._missing
         if missing and not self._partly:
             return f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         if not self._given:
@@ -63,9 +63,24 @@ class Merged:
         return ""
 
     @property
+    def awaits(self) -> str:
+        """What it takes until this is a version: parameters may be as the model was made only if nothing brings them.
+
+        What a script has frozen was trained elsewhere; a factory that makes the model makes random numbers there.
+        """
+        lacking = [name for name in self._missing if isinstance(self._places[name].holders[0], nn.Parameter)]
+        if not lacking or not self._given or not self._awaits:
+            return ""
+        return f"{self._awaits}: {_listed(lacking)} {'is' if len(lacking) == 1 else 'are'} on no server"
+
+    @property
     def note(self) -> str:
-        missing = [name for name in self._places if name not in self._given]
+        missing = self._missing
         return f"as the model was made: {_listed(missing)}" if missing and self._given else ""
+
+    @property
+    def _missing(self) -> list[str]:
+        return [name for name in self._places if name not in self._given]
 
     def fresh(self) -> dict[str, Tensor]:
         """What changed since the last version that was put on the shelf."""

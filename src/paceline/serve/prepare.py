@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.core import loading
-from paceline.core.errors import ConfigError, TimedOut
+from paceline.core.errors import ConfigError
 from paceline.serve import forms
 from paceline.serve.bodies import wanted
 from paceline.serve.choice import choose
@@ -27,7 +27,6 @@ from paceline.serve.settings import Settings
 from paceline.serve.shelf import Shelf
 from paceline.serve.swap import Swap
 
-_FIRST_S = 300.0  # until the first version is on the shelf and loaded
 _LOOK_S = 0.02
 _BESIDE_S = 0.005  # batches that take longer leave the loop to a thread of their own; on a GPU all do
 
@@ -64,7 +63,7 @@ def make_model(text: str) -> tuple[nn.Module, ModuleType, str]:
     module, where, name = loading.named(text)
     if not name:
         raise ConfigError(f"--model {text!r}: name the function that makes the model, as in train.py:make_model")
-    model = loading.function(module, name, where)()
+    model = loading.result(module, name, where)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{text} returned a {type(model).__name__}, not an nn.Module")
     return model.eval(), module, where
@@ -93,8 +92,6 @@ def _try(forward: forms.Forward, inputs: list[Field], device: torch.device) -> N
 
 
 def _await_first(swap: Swap) -> None:
-    deadline = time.monotonic() + _FIRST_S
+    """As long as it takes: the parent says what it waits for, and with the parent this process ends too."""
     while not swap.install():
-        if time.monotonic() > deadline:
-            raise TimedOut(f"no version has come within {_FIRST_S:g} s")
         time.sleep(_LOOK_S)

@@ -123,19 +123,22 @@ class Replica:
     def _take(self) -> None:
         """Connections that the parent has accepted."""
         try:
-            _, ancillary, _, _ = self._lane.recvmsg(1, socket.CMSG_SPACE(_GIVEN * 4))
+            data, ancillary, _, _ = self._lane.recvmsg(1, socket.CMSG_SPACE(_GIVEN * 4))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             self._loop.remove_reader(self._lane.fileno())
             return
-        descriptors = array.array("i")
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-        if not descriptors:  # the parent is gone
+        if not data:  # the parent is gone
             self._loop.remove_reader(self._lane.fileno())
             self._over.set()
+            return
+        descriptors = array.array("i")
+        for level, kind, held in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(held[: len(held) - len(held) % descriptors.itemsize])
+        if not descriptors:  # there was none left here: the kernel has closed the connection
+            self._line.send(Closed())
         for descriptor in descriptors:
             task = self._loop.create_task(self._connect(socket.socket(fileno=descriptor)))
             self._taking.add(task)

@@ -1,7 +1,8 @@
 """A run as a source: its servers where it has some, else its checkpoints.
 
     it has servers   versions as they are applied, followed through its desks; what the servers do not have (buffers,
-                     parameters that no optimizer has) comes from its newest checkpoint, else stays as the model is made
+                     parameters that no optimizer has) comes from its newest checkpoint; until there is one, buffers
+                     stay as the model is made, and parameters are waited for
     it has none      its checkpoints, as they appear
     it is over       its last checkpoint, if that is newer than what came before
 
@@ -28,6 +29,7 @@ from paceline.server.outside.follower import Follower
 from paceline.server.outside.outsider import Outsider, connect
 
 _LIMIT_S = 3.0  # of waits for a run that is there
+_AWAITS = "waits for its first checkpoint"
 
 
 class RunSource:
@@ -45,6 +47,7 @@ class RunSource:
         self._outsider: Outsider | None = None
         self._follower: Follower | None = None
         self._held: Bodies | None = None  # what need not travel again after a cut
+        self._version = 0  # of the servers, that was given last
         self._served: set[str] | None = None  # names that servers have; None: nothing of this start was given yet
         self._names: set[str] = set()  # of the model, where a checkpoint told
         self._rest: dict[str, Tensor] = {}  # of the newest checkpoint, what servers do not have
@@ -60,12 +63,14 @@ class RunSource:
     @property
     def note(self) -> str:
         if self._served is None:
-            return ""
+            alone = self._checkpoints is not None and self._follower is None and self._from_file is None
+            return "it has no servers and no checkpoint yet" if alone else ""
         told = [f"the codec is not used: {self._exact}"] if self._exact else []
         if self._rest:
             told.append(f"{len(self._rest)} tensors that servers do not have come from {self._saved}")
         elif not self._names:
-            told.append("tensors that servers do not have (buffers, what is frozen) are as the model was made")
+            what = "buffers that servers do not have" if self._checkpoints else "tensors that servers do not have"
+            told.append(f"{what} are as the model was made")
         return "; ".join(told)
 
     def newest(self, wait_s: float) -> Update | None:
@@ -88,7 +93,9 @@ class RunSource:
         except PacelineError:
             self._leave()
             raise
-        return self._from_servers(update.version, update.made_at, update.tensors, update.whole) if update else None
+        if update:
+            return self._from_servers(update.version, update.made_at, update.tensors, update.whole)
+        return self._first_saved()
 
     def close(self) -> None:
         self._leave()
@@ -136,8 +143,16 @@ class RunSource:
         new = self._rest if first else fresh
         if self._names:  # of this model; servers may have others' too
             tensors = {name: tensor for name, tensor in tensors.items() if name in self._names}
-        self._made_at, self._from_file = made_at, None
-        return Update(version, made_at, {**new, **tensors}, whole or first, partly=not self._names)
+        self._version, self._made_at, self._from_file = version, made_at, None
+        awaits = _AWAITS if self._checkpoints else ""
+        return Update(version, made_at, {**new, **tensors}, whole or first, partly=not self._names, awaits=awaits)
+
+    def _first_saved(self) -> Update | None:
+        """What servers do not have, when it is there at last; they may have nothing new for long."""
+        if self._served is None or self._names:
+            return None
+        fresh = self._newest_saved(self._served)
+        return Update(self._version, self._made_at, fresh, False) if fresh else None
 
     def _newest_saved(self, served: set[str]) -> dict[str, Tensor]:
         """What has changed, in the newest checkpoint, of what the servers do not have."""

@@ -21,6 +21,7 @@ class Update(NamedTuple):
     tensors: dict[str, Tensor]  # those that changed since the last update
     whole: bool  # these are all: nothing of before counts
     partly: bool = False  # it may lack some of the model's tensors, and have others' beside
+    awaits: str = ""  # what will bring the parameters that it lacks; "": nothing will, they are as the model was made
 
 
 class Source(Protocol):
