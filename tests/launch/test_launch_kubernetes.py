@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
-from paceline.launch import held
+from paceline.launch import held, plan, record
 from paceline.launch.engines import manifests as told
 from paceline.launch.engines.kubernetes import Engine
 from paceline.launch.engines.manifests import Pods
@@ -183,7 +184,8 @@ def test_a_dry_run_prints_everything_but_the_token(tmp_path):
     assert done.returncode == 0, done.stderr
     assert 'token: "<token>"' in done.stdout
     assert list(tmp_path.iterdir()) == []
-    shown = told.text(told.manifests(job(settings=Settings(name="big")), pods(run="big", image="i", claim="c"), TOKEN))
+    where = pods(run="big", image="i", claim="c", submission="<submission>")
+    shown = told.text(told.manifests(job(settings=Settings(name="big")), where, TOKEN))
     assert done.stdout.strip() == shown.replace(TOKEN, "<token>").strip()
 
 
@@ -281,6 +283,13 @@ def test_a_short_token_is_refused_by_who_listens(tmp_path):
 # ---- what runs in the pods
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
 def as_pod(
     container: dict[str, Any], name: str, secret: dict[str, str], files: Path, port: int
 ) -> tuple[list[str], dict[str, str]]:
@@ -303,6 +312,47 @@ def as_pod(
     return words, env
 
 
+def test_a_submission_starts_over_once(tmp_path):
+    old = tmp_path / "digits/checkpoints/step-7"
+    spec = job(settings=Settings(name="digits", root=str(tmp_path), fresh=True).pin("fresh"))
+    found = []
+    for submission in ("one", "one", "two", "", ""):
+        old.mkdir(parents=True, exist_ok=True)
+        with record.Record(spec.settings, "train.py", 1, 1, submission) as kept:
+            found.append((plan.told(spec, kept).fresh, old.exists()))
+    once, never_told = (True, False), (True, True)  # without one it is the members who drop them
+    assert found == [once, (False, True), once, never_told, never_told]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_fresh_is_obeyed_once_for_each_submission(kind, tmp_path):
+    """A JobSet starts the same command again, to go on from the checkpoints that the first start has written."""
+    script = """
+    from pathlib import Path
+    import paceline
+    run = paceline.join()
+    old = Path(run.dir, "checkpoints/step-7")
+    print("there" if old.exists() else "gone", run.settings.fresh)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    (tmp_path / "runs/digits/checkpoints/step-7").mkdir(parents=True)
+    alone = {"num_members": 1, "elastic": Elastic(least=1, most=1, listen="x", slots=0)}
+    settings = Settings(name="digits", fresh=True).pin("fresh")
+    spec = job(script=str(tmp_path / "train.py"), settings=settings, **alone)
+    said = []
+    for submission in ("one", "one", "two"):
+        made = told.manifests(spec, pods(kind=kind, submission=submission), TOKEN)
+        container = made[-1]["spec"]["trainer"] if kind == "trainjob" else containers(made)[0]
+        words, env = as_pod(container, "first", made[0]["stringData"], tmp_path, free_port())
+        more = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PET_NODE_RANK": "0"}
+        done = subprocess.run(words, env=os.environ | env | more, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.split()[-2:])
+        (tmp_path / "runs/digits/checkpoints/step-7").mkdir(parents=True, exist_ok=True)
+    assert said == [["gone", "True"], ["there", "False"], ["gone", "True"]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_pods_train_the_digits_and_one_may_be_lost(kind, tmp_path):
@@ -315,9 +365,7 @@ def test_pods_train_the_digits_and_one_may_be_lost(kind, tmp_path):
         templates = containers(made)
     else:
         templates = [made[-1]["spec"]["trainer"]] * 2
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     running: list[subprocess.Popen[str]] = []

@@ -75,7 +75,7 @@ class ElasticJob(RecordedJob):
         self._say = say
         self.token = spec.token or secrets.token_hex(32)
         self._kit = Kit(spec, self.token, elastic.own_slots)  # what cannot be started leaves no directory behind
-        self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least)
+        self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least, spec.submission)
         self.settings: Settings = told(spec, self._record)
         self._losses: list[lost.Lost] = []
         lost.write(self.dir, ())

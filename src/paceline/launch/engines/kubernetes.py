@@ -94,7 +94,7 @@ class Engine:
         return made
 
     def preview(self, spec: JobSpec) -> str:
-        return text(manifests(spec, self._pods(spec), "<token>")).rstrip()
+        return text(manifests(spec, self._pods(spec, "<submission>"), "<token>")).rstrip()
 
     def check(self, spec: JobSpec) -> None:
         if self.apply and shutil.which("kubectl") is None:
@@ -104,7 +104,7 @@ class Engine:
             )
 
     def start(self, spec: JobSpec, shown: Shown) -> Submitted:
-        pods = self._pods(spec)
+        pods = self._pods(spec, secrets.token_hex(8))
         made = text(manifests(spec, pods, secrets.token_hex(32)))
         directory = Path(spec.settings.root) / pods.run
         if self.output:
@@ -130,7 +130,7 @@ class Engine:
         said = _kubectl("delete", f"{kind}/{name}", f"secret/{name}", "--ignore-not-found", *place)
         return " ".join(said.split()) or f"{name} is gone already"
 
-    def _pods(self, spec: JobSpec) -> Pods:
+    def _pods(self, spec: JobSpec, submission: str = "") -> Pods:
         return Pods(
             run=spec.settings.name,
             image=self.image,
@@ -141,6 +141,7 @@ class Engine:
             claim=self.claim,
             storage=self.storage,
             runtime=self.runtime,
+            submission=submission,
         )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from paceline.core.errors import ConfigError
+from paceline.launch.record import SUBMISSION
 from paceline.launch.spec import JobSpec
 
 Manifest: TypeAlias = dict[str, Any]
@@ -46,6 +47,7 @@ class Pods:
     claim: str = ""  # that exists, for the run's files; "": one of the size `storage` is made
     storage: str = ""
     runtime: str = "torch-distributed"  # of a TrainJob
+    submission: str = ""  # an id of these very manifests, by which --fresh is obeyed once, and not at each restart
 
     @property
     def name(self) -> str:
@@ -206,6 +208,7 @@ def _env(more: Mapping[str, str], pods: Pods) -> list[Manifest]:
     return [
         *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
         {"name": "PACELINE_TOKEN", "valueFrom": {"secretKeyRef": {"name": pods.name, "key": "token"}}},
+        {"name": SUBMISSION, "value": pods.submission},
         *({"name": name, "value": value.replace("$(", "$$(")} for name, value in more.items()),
     ]
 
