@@ -147,17 +147,29 @@ def test_what_was_typed_goes_to_the_first_pod():
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_kubernetes_expands_nothing_of_the_users(kind):
-    made = told.manifests(job(args=("$(HOME)", "it's"), env={"A": "$(B)"}), pods(kind=kind), TOKEN)
-    text = json.dumps(made)
-    assert "$$(HOME)" in text
-    assert not re.search(r"(?<!\$)\$\((?!POD_IP|POD_NAME)", text)
+    hard = ("$(HOME)", "it's", "a$$b", "$$(HOME)", "$", "$$$", "a$(b", "$x$(POD_IP)")
+    made = told.manifests(job(args=hard, env={"A": "$(B)$$"}), pods(kind=kind), TOKEN)
+    container = made[-1]["spec"]["trainer"] if kind == "trainjob" else containers(made)[0]
+    words, env = as_pod(container, "first", made[0]["stringData"], Path("/f"), 1)
+    if kind == "trainjob":
+        words = shlex.split(words[-1].partition("exec ")[2].partition("; fi;")[0])
+    assert words[-len(hard) :] == list(hard)
+    assert env["A"] == "$(B)$$"
 
 
 @pytest.mark.parametrize(
-    ("run", "name"), [("digits", "digits"), ("My_Run.1", "my-run-1"), ("7up", "run-7up"), ("x" * 70, "x" * 40)]
+    ("run", "name"),
+    [("digits", "digits"), ("My_Run.1", "my-run-1-"), ("7up", "run-7up-"), ("x" * 70, "x" * 31 + "-"), ("_", "run-")],
 )
 def test_names_that_kubernetes_allows(run, name):
-    assert pods(run=run).name == name
+    made = pods(run=run).name
+    assert made == name if run == name else re.fullmatch(f"{name}[0-9a-f]{{8}}", made)
+    assert len(made) <= 40
+
+
+def test_unlike_runs_have_unlike_names():
+    runs = ["my-run", "My-Run", "my_run", "my.run", "x" * 50 + "1", "x" * 50 + "2", "7up", "run-7up"]
+    assert len({pods(run=run).name for run in runs}) == len(runs)
 
 
 def test_yaml_says_the_same():
@@ -290,6 +302,21 @@ def free_port() -> int:
         return port
 
 
+def expanded(word: str, env: dict[str, str]) -> str:
+    """What Kubernetes makes of a word: of $$ a $, of $(NAME) a value, if there is one; all else stays."""
+    return re.sub(
+        r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else env.get(found[2], found[0]), word
+    )
+
+
+def test_a_trainjob_that_numbers_nobody_says_so():
+    made = told.manifests(job(), pods(kind="trainjob", runtime="plain"), TOKEN)
+    words, env = as_pod(made[-1]["spec"]["trainer"], "first", made[0]["stringData"], Path("/f"), 1)
+    done = subprocess.run(words, env={"PATH": os.environ["PATH"]} | env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "PET_NODE_RANK: is not set: runtime plain has no mlPolicy torch, see --runtime" in done.stderr
+
+
 def as_pod(
     container: dict[str, Any], name: str, secret: dict[str, str], files: Path, port: int
 ) -> tuple[list[str], dict[str, str]]:
@@ -303,10 +330,10 @@ def as_pod(
         elif "secretKeyRef" in source:
             env[entry["name"]] = secret[source["secretKeyRef"]["key"]]
         else:
-            env[entry["name"]] = entry["value"]
+            env[entry["name"]] = expanded(entry["value"], env)
     words = []
     for word in container["command"]:
-        word = re.sub(r"(?<!\$)\$\((\w+)\)", lambda found: env[found[1]], word).replace("$$(", "$(")
+        word = expanded(word, env)
         word = word.replace("digits-first-0-0.digits", "localhost").replace(told.FILES, str(files))
         words.append(re.sub(rf"\b{told.PORT}\b", str(port), word))
     return words, env

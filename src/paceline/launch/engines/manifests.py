@@ -11,6 +11,7 @@ training runtime there.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -51,13 +52,18 @@ class Pods:
 
     @property
     def name(self) -> str:
-        """The run's name as Kubernetes allows it.
+        """The run's name as Kubernetes allows it. One that had to be changed gets digits of its own, so that two runs
+        never share a Secret.
 
-        >>> Pods(run="My_Run.1", image="i").name
-        'my-run-1'
+        >>> Pods(run="digits-1", image="i").name, Pods(run="My_Run", image="i").name
+        ('digits-1', 'my-run-309ffa73')
         """
         name = re.sub(r"[^a-z0-9]+", "-", self.run.lower()).strip("-")
-        return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST].strip("-")
+        name = name if name[:1].isalpha() else f"run-{name}".strip("-")
+        if name == self.run and len(name) <= _LONGEST:
+            return name
+        digits = hashlib.sha256(self.run.encode()).hexdigest()[:8]
+        return f"{name[: _LONGEST - 9].strip('-')}-{digits}"
 
 
 def manifests(spec: JobSpec, pods: Pods, token: str) -> list[Manifest]:
@@ -173,8 +179,10 @@ def _train_job(spec: JobSpec, pods: Pods) -> Manifest:
     launcher = _shell(first(spec, pods, "\0POD_IP"))
     agent = _shell(other(spec, pods, "\0PET_MASTER_ADDR", "\0POD_NAME"))
     wait = 'until getent hosts "$PET_MASTER_ADDR" > /dev/null; do sleep 1; done'
-    script = f'if [ "$PET_NODE_RANK" = 0 ]; then exec {launcher}; fi; {wait}; exec {agent}'
-    container = _container(spec, pods, ["sh", "-c", script.replace("$(", "$$(")])
+    # A runtime without torch's policy numbers nobody: all pods would wait for a first one.
+    numbered = f': "${{PET_NODE_RANK:?is not set: runtime {pods.runtime} has no mlPolicy torch, see --runtime}}"'
+    script = f'{numbered}; if [ "$PET_NODE_RANK" = 0 ]; then exec {launcher}; fi; {wait}; exec {agent}'
+    container = _container(spec, pods, ["sh", "-c", _verbatim(script)])
     trainer = {
         **{name: container[name] for name in ("image", "command", "env")},
         "numNodes": _count(spec, pods),
@@ -209,7 +217,7 @@ def _env(more: Mapping[str, str], pods: Pods) -> list[Manifest]:
         *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
         {"name": "PACELINE_TOKEN", "valueFrom": {"secretKeyRef": {"name": pods.name, "key": "token"}}},
         {"name": SUBMISSION, "value": pods.submission},
-        *({"name": name, "value": value.replace("$(", "$$(")} for name, value in more.items()),
+        *({"name": name, "value": _verbatim(value)} for name, value in more.items()),
     ]
 
 
@@ -222,7 +230,12 @@ def _volumes(pods: Pods) -> list[Manifest]:
 
 def _literal(words: list[str]) -> list[str]:
     """Words as Kubernetes takes them: \\0NAME is a variable, and nothing else is."""
-    return [f"$({word[1:]})" if word[:1] == "\0" else word.replace("$(", "$$(") for word in words]
+    return [f"$({word[1:]})" if word[:1] == "\0" else _verbatim(word) for word in words]
+
+
+def _verbatim(text: str) -> str:
+    """As Kubernetes writes what it is not to expand: of $$ it makes $, and of $(NAME) that variable's value."""
+    return text.replace("$", "$$")
 
 
 def _shell(words: list[str]) -> str:
