@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import stat
 import subprocess
@@ -206,7 +207,7 @@ def test_manifests_are_printed_or_written_for_their_owner(tmp_path):
     assert done.returncode == 0, done.stderr
     token = re.search(r'token: "([0-9a-f]{64})"', done.stdout)
     assert token
-    assert "pipe this to: kubectl apply --server-side -f -" in done.stderr
+    assert done.stderr == "paceline: to start it, pipe this to: kubectl apply --server-side -f -\n"
     done = paceline(tmp_path, *RUN, "--output", "big.yaml", "train.py")
     assert "kubectl apply --server-side -f big.yaml" in done.stderr
     assert done.stdout == ""
@@ -217,20 +218,27 @@ def test_manifests_are_printed_or_written_for_their_owner(tmp_path):
 KUBECTL = """#!/bin/sh
 echo "$@" >> "{log}"
 case "$1" in
-  apply) cat > "{log}.applied"; echo "jobset.jobset.x-k8s.io/big serverside-applied";;
-  get) printf "Suspended Completed ";;
-  delete) echo 'jobset.jobset.x-k8s.io "big" deleted';;
+  apply) cat > "{log}.applied"; echo "big StartupPolicyCompleted" > "{log}.state"; echo "jobset/big serverside-applied";;
+  get) [ ! -e "{log}.state" ] || cat "{log}.state";;
+  logs) echo "[pod/big-first-0-0/paceline] [0] hello";;
+  exec) echo "it has 3 members";;
+  delete) rm -f "{log}.state"; echo 'jobset.jobset.x-k8s.io "big" deleted';;
 esac
 """
 
 
-def test_a_run_that_was_applied_is_asked_about_and_stopped(tmp_path):
-    """There is no cluster here; a script stands for kubectl."""
+@pytest.fixture
+def cluster(tmp_path):
+    """There is no cluster here; a script stands for kubectl. `log` has its calls, `log.state` how the JobSet stands."""
     (tmp_path / "bin").mkdir()
     fake = tmp_path / "bin/kubectl"
     fake.write_text(KUBECTL.format(log=tmp_path / "log"))
     fake.chmod(0o755)
-    path = str(tmp_path / "bin")
+    return str(tmp_path / "bin")
+
+
+def test_a_run_that_was_applied_is_asked_about_and_stopped(cluster, tmp_path):
+    path = cluster
     done = paceline(tmp_path, *RUN, "--namespace", "ml", "--apply", "train.py", path=path)
     assert done.returncode == 0, done.stderr
     assert "big serverside-applied" in done.stderr
@@ -238,13 +246,82 @@ def test_a_run_that_was_applied_is_asked_about_and_stopped(tmp_path):
     found = held.read(tmp_path / "runs/big")
     assert found is not None
     assert (found.engine, found.id) == ("kubernetes", "jobset.jobset.x-k8s.io/ml/big")
-    assert "jobset big: Suspended, Completed" in paceline(tmp_path, "status", "big", path=path).stdout
+    assert paceline(tmp_path, "status", "big", path=path).stdout == "big: jobset big: running\nit has 3 members\n"
+    assert "hello" in paceline(tmp_path, "logs", "big", "--lines", "5", path=path).stdout
+    assert "hello" in paceline(tmp_path, "logs", "big", "--follow", path=path).stdout  # and ends when kubectl does
+    assert "it has 3 members" in paceline(tmp_path, "scale", "big", "3", path=path).stdout
     stopped = paceline(tmp_path, "stop", "big", path=path)
     assert "deleted" in stopped.stdout + stopped.stderr
     calls = (tmp_path / "log").read_text().splitlines()
-    assert calls[0] == "apply --server-side -f -"
-    assert any(call.startswith("get jobset.jobset.x-k8s.io big -n ml -o jsonpath=") for call in calls)
+    assert calls[0].startswith("get jobset.jobset.x-k8s.io big -n ml --ignore-not-found -o jsonpath=")
+    assert calls[1] == "apply --server-side -f -"
+    logs = "logs -l jobset.sigs.k8s.io/jobset-name=big -n ml --prefix --tail"
+    assert [call for call in calls if "logs" in call] == [f"{logs} 5", f"{logs} -1 -f --max-log-requests 1000"]
+    where = "exec -n ml job/big-first-0 -- python -m paceline"
+    assert f"{where} status --root /paceline/runs big" in calls
+    assert f"{where} scale --root /paceline/runs big 3" in calls
     assert calls[-1] == "delete jobset.jobset.x-k8s.io/big secret/big --ignore-not-found -n ml"
+
+
+def test_a_name_that_runs_is_refused_and_one_that_ended_goes_on(cluster, tmp_path):
+    log, state = tmp_path / "log", tmp_path / "log.state"
+    state.write_text("big StartupPolicyCompleted")
+    done = paceline(tmp_path, *RUN, "--apply", "train.py", path=cluster)
+    assert done.returncode == 2
+    assert "run 'big' is jobset big already, which is running: paceline stop big first, or give another" in done.stderr
+    assert not (tmp_path / "log.applied").exists()
+    state.write_text("big StartupPolicyCompleted Failed")
+    log.unlink()
+    done = paceline(tmp_path, *RUN, "--apply", "train.py", path=cluster)
+    assert done.returncode == 0, done.stderr
+    assert "jobset big, which had failed, goes on" in done.stderr
+    assert [call.split()[0] for call in log.read_text().splitlines()] == ["get", "delete", "apply"]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "state"),
+    [
+        ("", "gone"),
+        ("big", "not finished"),
+        ("big StartupPolicyInProgress", "starting"),
+        ("big StartupPolicyCompleted", "running"),
+        ("big Suspended", "suspended"),
+        ("big StartupPolicyCompleted Completed", "completed"),
+        ("big Complete", "completed"),
+        ("big Failed", "failed"),
+    ],
+)
+def test_how_a_jobset_stands(conditions, state, cluster, tmp_path, monkeypatch):
+    (tmp_path / "log.state").write_text(conditions)
+    monkeypatch.setenv("PATH", f"{cluster}:{os.environ['PATH']}")
+    job = held.Held(engine="kubernetes", id="jobset.jobset.x-k8s.io//big")
+    assert Engine().state(job) == f"jobset big: {state}"
+    assert Engine().over(job) == (state in ("gone", "completed", "failed"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_kubectl_too(number, tmp_path):
+    fake = tmp_path / "kubectl"
+    fake.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid.part\nmv {tmp_path}/pid.part {tmp_path}/pid\nexec sleep 50\n")
+    fake.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "paceline", *RUN, "--apply", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
+    seen = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
+    while seen.exists() and seen.read_bytes() and time.monotonic() < deadline:  # an empty one is that of a zombie
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    done = paceline(tmp_path, *RUN, "--output", "no/big.yaml", "train.py")
+    assert done.returncode == 2
+    assert "paceline: error: --output 'no/big.yaml' cannot be written: No such file" in done.stderr
 
 
 def test_a_kubectl_that_fails_says_why(tmp_path):
@@ -253,7 +330,7 @@ def test_a_kubectl_that_fails_says_why(tmp_path):
     fake.chmod(0o755)
     done = paceline(tmp_path, *RUN, "--apply", "train.py", path=str(tmp_path))
     assert done.returncode == 2
-    assert "paceline: error: kubectl apply failed: error: no matches for kind" in done.stderr
+    assert "paceline: error: kubectl get failed: error: no matches for kind" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -304,9 +381,7 @@ def free_port() -> int:
 
 def expanded(word: str, env: dict[str, str]) -> str:
     """What Kubernetes makes of a word: of $$ a $, of $(NAME) a value, if there is one; all else stays."""
-    return re.sub(
-        r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else env.get(found[2], found[0]), word
-    )
+    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else env.get(found[2], found[0]), word)
 
 
 def test_a_trainjob_that_numbers_nobody_says_so():
