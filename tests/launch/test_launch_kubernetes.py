@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -424,6 +425,31 @@ def test_a_submission_starts_over_once(tmp_path):
             found.append((plan.told(spec, kept).fresh, old.exists()))
     once, never_told = (True, False), (True, True)  # without one it is the members who drop them
     assert found == [once, (False, True), once, never_told, never_told]
+
+
+def test_a_lock_of_a_launcher_that_is_gone_is_waited_for(tmp_path):
+    """Its host is gone, and the server of the disk finds out later."""
+    said: list[str] = []
+    lock = record.Record(Settings(name="digits", root=str(tmp_path)), "train.py", 1)
+    threading.Timer(0.5, lock.__exit__, (None, None, None)).start()
+    record.await_end(lock.dir, 60.0, said.append)
+    assert not record.is_running(lock.dir)
+    assert len(said) == 1
+    assert "waiting for up to 60 s" in said[0]
+
+
+def test_an_agent_waits_for_a_name_that_is_not_known_yet(tmp_path):
+    env = os.environ | {"PACELINE_TOKEN": TOKEN}
+    command = [sys.executable, "-m", "paceline", "agent", "--join", "pod.invalid:29400"]
+    took = []
+    for more in ((), ("--limit-s", "4")):
+        began = time.monotonic()
+        done = subprocess.run([*command, *more], env=env, capture_output=True, text=True, timeout=60)
+        took.append(time.monotonic() - began)
+        assert done.returncode == 2
+        assert "the host name is not known" in done.stderr
+    assert "joining the run at pod.invalid:29400, for up to 4 s" in done.stderr
+    assert took[1] > 4.0
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -129,6 +130,17 @@ def is_running(directory: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def await_end(directory: Path, limit_s: float, say: Callable[[str], None]) -> None:
+    """Until nobody holds the run, or until the limit. A lock on a network disk outlives its holder's host for a while:
+    until its lease ends, by default 90 s for NFS."""
+    deadline, told = time.monotonic() + limit_s, False
+    while time.monotonic() < deadline and is_running(directory):
+        if not told:
+            say(f"{directory} is held by a launcher, which may be gone: waiting for up to {limit_s:g} s")
+            told = True
+        time.sleep(min(1.0, limit_s / 10))
 
 
 def _lock(directory: Path) -> int:

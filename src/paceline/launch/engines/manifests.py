@@ -30,6 +30,7 @@ PORT = 29400
 FILES = "/paceline"  # where the volume is, in every pod
 _RESTARTS = 5  # of the whole, from the last checkpoint
 _GRACE_S = 60  # for members to leave and to write a checkpoint, when a pod is taken away
+_JOIN_S = 600  # for the first pod to have a place, its image and a name
 _LONGEST = 40  # pods add to the name, and a host's name has 63 characters
 _FIRST, _OTHERS = "first", "others"
 KINDS = {"jobset": "jobset.jobset.x-k8s.io", "trainjob": "trainjob.trainer.kubeflow.org"}
@@ -102,7 +103,7 @@ def first(spec: JobSpec, pods: Pods, address: str) -> list[str]:
 def other(spec: JobSpec, pods: Pods, address: str, name: str) -> list[str]:
     """An agent's command, in another pod of this name, which joins the first at `address`."""
     words = ["python", "-m", "paceline", "agent", "--join", f"{address}:{PORT}", "--slots", str(pods.per_pod)]
-    return [*words, "--name", name, *_labels(spec)]
+    return [*words, "--name", name, "--limit-s", str(_JOIN_S), *_labels(spec)]
 
 
 def _threads(spec: JobSpec) -> list[str]:
@@ -178,10 +179,9 @@ def _replicated(name: str, count: int, restarts: int, container: Manifest, pods:
 def _train_job(spec: JobSpec, pods: Pods) -> Manifest:
     launcher = _shell(first(spec, pods, "\0POD_IP"))
     agent = _shell(other(spec, pods, "\0PET_MASTER_ADDR", "\0POD_NAME"))
-    wait = 'until getent hosts "$PET_MASTER_ADDR" > /dev/null; do sleep 1; done'
     # A runtime without torch's policy numbers nobody: all pods would wait for a first one.
     numbered = f': "${{PET_NODE_RANK:?is not set: runtime {pods.runtime} has no mlPolicy torch, see --runtime}}"'
-    script = f'{numbered}; if [ "$PET_NODE_RANK" = 0 ]; then exec {launcher}; fi; {wait}; exec {agent}'
+    script = f'{numbered}; if [ "$PET_NODE_RANK" = 0 ]; then exec {launcher}; fi; exec {agent}'
     container = _container(spec, pods, ["sh", "-c", _verbatim(script)])
     trainer = {
         **{name: container[name] for name in ("image", "command", "env")},
