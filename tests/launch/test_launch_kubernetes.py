@@ -22,6 +22,7 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.launch import held, plan, record
+from paceline.launch.engines import Shown, local
 from paceline.launch.engines import manifests as told
 from paceline.launch.engines.kubernetes import Engine
 from paceline.launch.engines.manifests import Pods
@@ -139,12 +140,12 @@ def test_others_join_the_first_by_the_name_of_its_headless_service():
 
 
 def test_what_was_typed_goes_to_the_first_pod():
-    settings = Settings().with_(name="digits", seed=3, codec="sign", fresh=True, wait_limit_s=9.0)
+    settings = Settings().with_(name="digits", seed=3, codec="sign", fresh=True, wait_limit_s=9.000000001)
     settings = settings.pin("name", "seed", "codec", "fresh", "wait_limit_s")
     first = told.first(job(settings=settings, threads=2, labels=("gpu",), args=("--lr", "1")), pods(), "10.1.1.1")
     line = shlex.join(first)
     assert line.startswith("python -m paceline run -n 2:4 --listen 10.1.1.1 --port 29400 --slots 1 --name digits ")
-    assert " --threads 2 --label gpu --codec sign --fresh --seed 3 --wait-limit-s 9 train.py --lr 1" in line
+    assert " --threads 2 --label gpu --codec sign --fresh --seed 3 --wait-limit-s 9.000000001 train.py --lr 1" in line
 
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
@@ -219,7 +220,10 @@ def test_manifests_are_printed_or_written_for_their_owner(tmp_path):
 KUBECTL = """#!/bin/sh
 echo "$@" >> "{log}"
 case "$1" in
-  apply) cat > "{log}.applied"; echo "big StartupPolicyCompleted" > "{log}.state"; echo "jobset/big serverside-applied";;
+  apply)
+    cat > "{log}.applied"
+    echo "big StartupPolicyCompleted" > "{log}.state"
+    echo "jobset/big serverside-applied";;
   get) [ ! -e "{log}.state" ] || cat "{log}.state";;
   logs) echo "[pod/big-first-0-0/paceline] [0] hello";;
   exec) echo "it has 3 members";;
@@ -343,6 +347,10 @@ def test_a_kubectl_that_fails_says_why(tmp_path):
         ({"claim": "c", "storage": "1Gi"}, "give one of them"),
         ({"kind": "jobsett"}, "did you mean 'jobset'"),
         ({"per_pod": 0}, "at least one member"),
+        ({"namespace": "My_Space"}, "^--namespace 'My_Space': Kubernetes allows"),
+        ({"claim": "a b"}, "^--claim 'a b'"),
+        ({"runtime": 'x"; y'}, "^--runtime"),
+        ({"claim": "", "storage": "ten"}, "^--storage 'ten': give a size"),
     ],
 )
 def test_what_is_missing_is_said(options, message):
@@ -436,6 +444,19 @@ def test_a_lock_of_a_launcher_that_is_gone_is_waited_for(tmp_path):
     assert not record.is_running(lock.dir)
     assert len(said) == 1
     assert "waiting for up to 60 s" in said[0]
+
+
+def test_the_first_pod_of_a_trainjob_is_no_crowd(monkeypatch, tmp_path):
+    for name, value in {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PET_NODE_RANK": "0", "PET_NNODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PET_MASTER_ADDR", "first")
+    monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
+    monkeypatch.setattr(local.Local, "start", lambda self, spec: None)
+    for listen, warned in (("127.0.0.1", False), ("", True)):
+        said: list[str] = []
+        shown = Shown(show=None, say=said.append)
+        local.Engine().start(job(elastic=Elastic(least=1, most=4, listen=listen)), shown)
+        assert any("each of them starts a run of its own" in line for line in said) == warned
 
 
 def test_an_agent_waits_for_a_name_that_is_not_known_yet(tmp_path):

@@ -6,6 +6,7 @@ the cluster: `paceline status | logs | scale | stop` ask it, through kubectl.
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
 import sys
@@ -23,6 +24,9 @@ from paceline.launch.engines.manifests import FILES, KINDS, Pods, manifests, tex
 from paceline.launch.held import Held
 from paceline.launch.kubectl import Job
 from paceline.launch.spec import Elastic, JobSpec
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_SIZE = re.compile(r"[0-9]*\.?[0-9]+([kMGTPE]|[KMGTPE]i)?")
 
 
 def whole(text: str) -> int:
@@ -70,6 +74,14 @@ class Engine:
             raise ConfigError(f"--kind {self.kind!r}: {nearest(self.kind, KINDS)}")
         if self.per_pod < 1:
             raise ConfigError("--per-pod 0: a pod has at least one member")
+        for value, option in ((self.namespace, "--namespace"), (self.claim, "--claim"), (self.runtime, "--runtime")):
+            if value and not _NAME.fullmatch(value):
+                raise ConfigError(
+                    f"{option} {value!r}: Kubernetes allows lower-case letters, digits, - and . in a name, with a "
+                    "letter or digit at both ends"
+                )
+        if self.storage and not _SIZE.fullmatch(self.storage):
+            raise ConfigError(f"--storage {self.storage!r}: give a size, such as 10Gi or 500Mi")
         if self.claim and self.storage:
             raise ConfigError(
                 "--claim and --storage: files go to a claim that exists or to a new one; give one of them"

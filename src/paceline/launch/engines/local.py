@@ -50,7 +50,8 @@ class Engine:
         """There is always this host."""
 
     def start(self, spec: JobSpec, shown: Shown) -> LocalJob | ElasticJob:
-        if many := crowd():
+        told = spec.elastic is not None and bool(spec.elastic.listen)  # the others of a TrainJob have agents
+        if (many := crowd()) and not told:
             shown.say(
                 f"warning: this launcher is {many}, and each of them starts a run of its own; to have one run, start "
                 "the launcher once, or the script itself in its place"

@@ -91,12 +91,12 @@ def first(spec: JobSpec, pods: Pods, address: str) -> list[str]:
     words = ["python", "-m", "paceline", "run", "-n", f"{elastic.least}:{elastic.most}"]
     words += ["--listen", address, "--port", str(PORT), "--slots", str(pods.per_pod)]
     words += ["--name", pods.run, "--root", f"{FILES}/runs", "--progress", spec.settings.progress]
-    words += ["--replacements", str(elastic.replacements), "--silence-s", f"{elastic.silence_s:g}"]
+    words += ["--replacements", str(elastic.replacements), "--silence-s", str(elastic.silence_s)]
     words += ["--standbys", str(elastic.standbys), *_threads(spec), *_labels(spec)]
     for name in sorted(set(spec.settings.pinned) - {"name", "root", "progress"}):
         value = getattr(spec.settings, name)
         option = "--" + name.replace("_", "-")
-        words += [option] if value is True else [option, f"{value:g}" if isinstance(value, float) else str(value)]
+        words += [option] if value is True else [option, str(value)]
     return [*words, *(["-m"] if spec.module else []), spec.script, *spec.args]
 
 
