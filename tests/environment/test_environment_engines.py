@@ -46,6 +46,8 @@ TRAIN_JOB = PODS | {
     "PET_MASTER_PORT": "29500",
 }
 PYTORCH_JOB = PODS | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "digits-master-0", "MASTER_PORT": "23456"}
+OPERATOR = PYTORCH_JOB | {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"}
+REPLICAS = JOBSET | {"JOB_COMPLETION_INDEX": "0", "REPLICATED_JOB_REPLICAS": "4"}
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -140,8 +142,31 @@ def test_our_launcher_through_mpirun_keeps_the_rendezvous():
         (TRAIN_JOB, 2, 4, "digits-node-0-0.digits:29500"),
         (TRAIN_JOB | {"PET_NNODES": "2:4"}, 2, 4, "digits-node-0-0.digits:29500"),
         (PYTORCH_JOB, 1, 2, "digits-master-0:23456"),
+        (OPERATOR, 1, 2, "digits-master-0:23456"),
+        (without(OPERATOR, "PET_NODE_RANK", "PET_NNODES"), 1, 2, "digits-master-0:23456"),
+        (REPLICAS | {"JOB_INDEX": "3"}, 3, 4, "digits-members-0-0.digits:29400"),
+        (REPLICAS | {"HOSTNAME": "digits-members-3-0"}, 3, 4, "digits-members-0-0.digits:29400"),
+        (JOBSET | {"HOSTNAME": "digits-members-0-2"}, 2, 4, "digits-members-0-0.digits:29400"),
+        (
+            JOBSET | {"JOB_COMPLETION_INDEX": "1", "REPLICATED_JOB_REPLICAS": "2", "JOB_INDEX": "1"},
+            3,
+            4,
+            "digits-members-0-0.digits:29400",
+        ),
     ],
-    ids=["jobset", "indexed-job", "trainjob", "elastic-trainjob", "pytorchjob"],
+    ids=[
+        "jobset",
+        "indexed-job",
+        "trainjob",
+        "elastic-trainjob",
+        "pytorchjob",
+        "operator",
+        "auto",
+        "replicas",
+        "replicas-by-name",
+        "by-name",
+        "replicas-of-two",
+    ],
 )
 def test_a_pod(env, rank, size, rendezvous):
     place = detect(env)
@@ -165,6 +190,30 @@ def test_a_pod_of_an_indexed_job_may_be_alone():
 def test_a_pod_for_several_processes_wants_torchrun():
     with pytest.raises(ConfigError, match=r"^PET_NPROC_PER_NODE='8' .* write torchrun train.py"):
         detect(TRAIN_JOB | {"PET_NPROC_PER_NODE": "8"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "8"}, r"^PET_NPROC_PER_NODE='4' .* torchrun train.py into the PyTo"),
+        ({"WORLD_SIZE": "8"}, r"^PET_NPROC_PER_NODE='auto' asks for several"),
+        ({"PET_NODE_RANK": "0"}, r"^RANK='1' contradicts PET_NODE_RANK='0'"),
+    ],
+)
+def test_a_pytorchjob_of_several_processes_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        detect(OPERATOR | change)
+    if "PET_NPROC_PER_NODE" in change:
+        with pytest.raises(ConfigError, match=message):
+            detect(without(OPERATOR | change, "PET_NODE_RANK", "PET_NNODES"))
+
+
+def test_jobs_that_number_their_pods_alike_are_refused():
+    for where in ({"JOB_INDEX": "1"}, {"HOSTNAME": "digits-members-1-0"}):
+        with pytest.raises(ConfigError, match=r"^this pod is of Job 1 of a JobSet, .* REPLICATED_JOB_REPLICAS"):
+            detect(without(REPLICAS, "REPLICATED_JOB_REPLICAS") | where)
+    with pytest.raises(ConfigError, match=r"^WORLD_SIZE=4 is not a multiple of REPLICATED_JOB_REPLICAS=3"):
+        detect(REPLICAS | {"REPLICATED_JOB_REPLICAS": "3"})
 
 
 class Context:

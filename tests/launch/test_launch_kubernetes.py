@@ -6,10 +6,13 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
-from paceline.launch import held
+from paceline.launch import held, plan, record
+from paceline.launch.engines import Shown, local
 from paceline.launch.engines import manifests as told
 from paceline.launch.engines.kubernetes import Engine
 from paceline.launch.engines.manifests import Pods
@@ -136,27 +140,39 @@ def test_others_join_the_first_by_the_name_of_its_headless_service():
 
 
 def test_what_was_typed_goes_to_the_first_pod():
-    settings = Settings().with_(name="digits", seed=3, codec="sign", fresh=True, wait_limit_s=9.0)
+    settings = Settings().with_(name="digits", seed=3, codec="sign", fresh=True, wait_limit_s=9.000000001)
     settings = settings.pin("name", "seed", "codec", "fresh", "wait_limit_s")
     first = told.first(job(settings=settings, threads=2, labels=("gpu",), args=("--lr", "1")), pods(), "10.1.1.1")
     line = shlex.join(first)
     assert line.startswith("python -m paceline run -n 2:4 --listen 10.1.1.1 --port 29400 --slots 1 --name digits ")
-    assert " --threads 2 --label gpu --codec sign --fresh --seed 3 --wait-limit-s 9 train.py --lr 1" in line
+    assert " --threads 2 --label gpu --codec sign --fresh --seed 3 --wait-limit-s 9.000000001 train.py --lr 1" in line
 
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_kubernetes_expands_nothing_of_the_users(kind):
-    made = told.manifests(job(args=("$(HOME)", "it's"), env={"A": "$(B)"}), pods(kind=kind), TOKEN)
-    text = json.dumps(made)
-    assert "$$(HOME)" in text
-    assert not re.search(r"(?<!\$)\$\((?!POD_IP|POD_NAME)", text)
+    hard = ("$(HOME)", "it's", "a$$b", "$$(HOME)", "$", "$$$", "a$(b", "$x$(POD_IP)")
+    made = told.manifests(job(args=hard, env={"A": "$(B)$$"}), pods(kind=kind), TOKEN)
+    container = made[-1]["spec"]["trainer"] if kind == "trainjob" else containers(made)[0]
+    words, env = as_pod(container, "first", made[0]["stringData"], Path("/f"), 1)
+    if kind == "trainjob":
+        words = shlex.split(words[-1].partition("exec ")[2].partition("; fi;")[0])
+    assert words[-len(hard) :] == list(hard)
+    assert env["A"] == "$(B)$$"
 
 
 @pytest.mark.parametrize(
-    ("run", "name"), [("digits", "digits"), ("My_Run.1", "my-run-1"), ("7up", "run-7up"), ("x" * 70, "x" * 40)]
+    ("run", "name"),
+    [("digits", "digits"), ("My_Run.1", "my-run-1-"), ("7up", "run-7up-"), ("x" * 70, "x" * 31 + "-"), ("_", "run-")],
 )
 def test_names_that_kubernetes_allows(run, name):
-    assert pods(run=run).name == name
+    made = pods(run=run).name
+    assert made == name if run == name else re.fullmatch(f"{name}[0-9a-f]{{8}}", made)
+    assert len(made) <= 40
+
+
+def test_unlike_runs_have_unlike_names():
+    runs = ["my-run", "My-Run", "my_run", "my.run", "x" * 50 + "1", "x" * 50 + "2", "7up", "run-7up"]
+    assert len({pods(run=run).name for run in runs}) == len(runs)
 
 
 def test_yaml_says_the_same():
@@ -183,7 +199,8 @@ def test_a_dry_run_prints_everything_but_the_token(tmp_path):
     assert done.returncode == 0, done.stderr
     assert 'token: "<token>"' in done.stdout
     assert list(tmp_path.iterdir()) == []
-    shown = told.text(told.manifests(job(settings=Settings(name="big")), pods(run="big", image="i", claim="c"), TOKEN))
+    where = pods(run="big", image="i", claim="c", submission="<submission>")
+    shown = told.text(told.manifests(job(settings=Settings(name="big")), where, TOKEN))
     assert done.stdout.strip() == shown.replace(TOKEN, "<token>").strip()
 
 
@@ -192,7 +209,7 @@ def test_manifests_are_printed_or_written_for_their_owner(tmp_path):
     assert done.returncode == 0, done.stderr
     token = re.search(r'token: "([0-9a-f]{64})"', done.stdout)
     assert token
-    assert "pipe this to: kubectl apply --server-side -f -" in done.stderr
+    assert done.stderr == "paceline: to start it, pipe this to: kubectl apply --server-side -f -\n"
     done = paceline(tmp_path, *RUN, "--output", "big.yaml", "train.py")
     assert "kubectl apply --server-side -f big.yaml" in done.stderr
     assert done.stdout == ""
@@ -203,20 +220,30 @@ def test_manifests_are_printed_or_written_for_their_owner(tmp_path):
 KUBECTL = """#!/bin/sh
 echo "$@" >> "{log}"
 case "$1" in
-  apply) cat > "{log}.applied"; echo "jobset.jobset.x-k8s.io/big serverside-applied";;
-  get) printf "Suspended Completed ";;
-  delete) echo 'jobset.jobset.x-k8s.io "big" deleted';;
+  apply)
+    cat > "{log}.applied"
+    echo "big StartupPolicyCompleted" > "{log}.state"
+    echo "jobset/big serverside-applied";;
+  get) [ ! -e "{log}.state" ] || cat "{log}.state";;
+  logs) echo "[pod/big-first-0-0/paceline] [0] hello";;
+  exec) echo "it has 3 members";;
+  delete) rm -f "{log}.state"; echo 'jobset.jobset.x-k8s.io "big" deleted';;
 esac
 """
 
 
-def test_a_run_that_was_applied_is_asked_about_and_stopped(tmp_path):
-    """There is no cluster here; a script stands for kubectl."""
+@pytest.fixture
+def cluster(tmp_path):
+    """There is no cluster here; a script stands for kubectl. `log` has its calls, `log.state` how the JobSet stands."""
     (tmp_path / "bin").mkdir()
     fake = tmp_path / "bin/kubectl"
     fake.write_text(KUBECTL.format(log=tmp_path / "log"))
     fake.chmod(0o755)
-    path = str(tmp_path / "bin")
+    return str(tmp_path / "bin")
+
+
+def test_a_run_that_was_applied_is_asked_about_and_stopped(cluster, tmp_path):
+    path = cluster
     done = paceline(tmp_path, *RUN, "--namespace", "ml", "--apply", "train.py", path=path)
     assert done.returncode == 0, done.stderr
     assert "big serverside-applied" in done.stderr
@@ -224,13 +251,82 @@ def test_a_run_that_was_applied_is_asked_about_and_stopped(tmp_path):
     found = held.read(tmp_path / "runs/big")
     assert found is not None
     assert (found.engine, found.id) == ("kubernetes", "jobset.jobset.x-k8s.io/ml/big")
-    assert "jobset big: Suspended, Completed" in paceline(tmp_path, "status", "big", path=path).stdout
+    assert paceline(tmp_path, "status", "big", path=path).stdout == "big: jobset big: running\nit has 3 members\n"
+    assert "hello" in paceline(tmp_path, "logs", "big", "--lines", "5", path=path).stdout
+    assert "hello" in paceline(tmp_path, "logs", "big", "--follow", path=path).stdout  # and ends when kubectl does
+    assert "it has 3 members" in paceline(tmp_path, "scale", "big", "3", path=path).stdout
     stopped = paceline(tmp_path, "stop", "big", path=path)
     assert "deleted" in stopped.stdout + stopped.stderr
     calls = (tmp_path / "log").read_text().splitlines()
-    assert calls[0] == "apply --server-side -f -"
-    assert any(call.startswith("get jobset.jobset.x-k8s.io big -n ml -o jsonpath=") for call in calls)
+    assert calls[0].startswith("get jobset.jobset.x-k8s.io big -n ml --ignore-not-found -o jsonpath=")
+    assert calls[1] == "apply --server-side -f -"
+    logs = "logs -l jobset.sigs.k8s.io/jobset-name=big -n ml --prefix --tail"
+    assert [call for call in calls if "logs" in call] == [f"{logs} 5", f"{logs} -1 -f --max-log-requests 1000"]
+    where = "exec -n ml job/big-first-0 -- python -m paceline"
+    assert f"{where} status --root /paceline/runs big" in calls
+    assert f"{where} scale --root /paceline/runs big 3" in calls
     assert calls[-1] == "delete jobset.jobset.x-k8s.io/big secret/big --ignore-not-found -n ml"
+
+
+def test_a_name_that_runs_is_refused_and_one_that_ended_goes_on(cluster, tmp_path):
+    log, state = tmp_path / "log", tmp_path / "log.state"
+    state.write_text("big StartupPolicyCompleted")
+    done = paceline(tmp_path, *RUN, "--apply", "train.py", path=cluster)
+    assert done.returncode == 2
+    assert "run 'big' is jobset big already, which is running: paceline stop big first, or give another" in done.stderr
+    assert not (tmp_path / "log.applied").exists()
+    state.write_text("big StartupPolicyCompleted Failed")
+    log.unlink()
+    done = paceline(tmp_path, *RUN, "--apply", "train.py", path=cluster)
+    assert done.returncode == 0, done.stderr
+    assert "jobset big, which had failed, goes on" in done.stderr
+    assert [call.split()[0] for call in log.read_text().splitlines()] == ["get", "delete", "apply"]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "state"),
+    [
+        ("", "gone"),
+        ("big", "not finished"),
+        ("big StartupPolicyInProgress", "starting"),
+        ("big StartupPolicyCompleted", "running"),
+        ("big Suspended", "suspended"),
+        ("big StartupPolicyCompleted Completed", "completed"),
+        ("big Complete", "completed"),
+        ("big Failed", "failed"),
+    ],
+)
+def test_how_a_jobset_stands(conditions, state, cluster, tmp_path, monkeypatch):
+    (tmp_path / "log.state").write_text(conditions)
+    monkeypatch.setenv("PATH", f"{cluster}:{os.environ['PATH']}")
+    job = held.Held(engine="kubernetes", id="jobset.jobset.x-k8s.io//big")
+    assert Engine().state(job) == f"jobset big: {state}"
+    assert Engine().over(job) == (state in ("gone", "completed", "failed"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_kubectl_too(number, tmp_path):
+    fake = tmp_path / "kubectl"
+    fake.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid.part\nmv {tmp_path}/pid.part {tmp_path}/pid\nexec sleep 50\n")
+    fake.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "paceline", *RUN, "--apply", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
+    seen = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
+    while seen.exists() and seen.read_bytes() and time.monotonic() < deadline:  # an empty one is that of a zombie
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    done = paceline(tmp_path, *RUN, "--output", "no/big.yaml", "train.py")
+    assert done.returncode == 2
+    assert "paceline: error: --output 'no/big.yaml' cannot be written: No such file" in done.stderr
 
 
 def test_a_kubectl_that_fails_says_why(tmp_path):
@@ -239,7 +335,7 @@ def test_a_kubectl_that_fails_says_why(tmp_path):
     fake.chmod(0o755)
     done = paceline(tmp_path, *RUN, "--apply", "train.py", path=str(tmp_path))
     assert done.returncode == 2
-    assert "paceline: error: kubectl apply failed: error: no matches for kind" in done.stderr
+    assert "paceline: error: kubectl get failed: error: no matches for kind" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -251,6 +347,10 @@ def test_a_kubectl_that_fails_says_why(tmp_path):
         ({"claim": "c", "storage": "1Gi"}, "give one of them"),
         ({"kind": "jobsett"}, "did you mean 'jobset'"),
         ({"per_pod": 0}, "at least one member"),
+        ({"namespace": "My_Space"}, "^--namespace 'My_Space': Kubernetes allows"),
+        ({"claim": "a b"}, "^--claim 'a b'"),
+        ({"runtime": 'x"; y'}, "^--runtime"),
+        ({"claim": "", "storage": "ten"}, "^--storage 'ten': give a size"),
     ],
 )
 def test_what_is_missing_is_said(options, message):
@@ -281,6 +381,26 @@ def test_a_short_token_is_refused_by_who_listens(tmp_path):
 # ---- what runs in the pods
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def expanded(word: str, env: dict[str, str]) -> str:
+    """What Kubernetes makes of a word: of $$ a $, of $(NAME) a value, if there is one; all else stays."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else env.get(found[2], found[0]), word)
+
+
+def test_a_trainjob_that_numbers_nobody_says_so():
+    made = told.manifests(job(), pods(kind="trainjob", runtime="plain"), TOKEN)
+    words, env = as_pod(made[-1]["spec"]["trainer"], "first", made[0]["stringData"], Path("/f"), 1)
+    done = subprocess.run(words, env={"PATH": os.environ["PATH"]} | env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "PET_NODE_RANK: is not set: runtime plain has no mlPolicy torch, see --runtime" in done.stderr
+
+
 def as_pod(
     container: dict[str, Any], name: str, secret: dict[str, str], files: Path, port: int
 ) -> tuple[list[str], dict[str, str]]:
@@ -294,13 +414,92 @@ def as_pod(
         elif "secretKeyRef" in source:
             env[entry["name"]] = secret[source["secretKeyRef"]["key"]]
         else:
-            env[entry["name"]] = entry["value"]
+            env[entry["name"]] = expanded(entry["value"], env)
     words = []
     for word in container["command"]:
-        word = re.sub(r"(?<!\$)\$\((\w+)\)", lambda found: env[found[1]], word).replace("$$(", "$(")
+        word = expanded(word, env)
         word = word.replace("digits-first-0-0.digits", "localhost").replace(told.FILES, str(files))
         words.append(re.sub(rf"\b{told.PORT}\b", str(port), word))
     return words, env
+
+
+def test_a_submission_starts_over_once(tmp_path):
+    old = tmp_path / "digits/checkpoints/step-7"
+    spec = job(settings=Settings(name="digits", root=str(tmp_path), fresh=True).pin("fresh"))
+    found = []
+    for submission in ("one", "one", "two", "", ""):
+        old.mkdir(parents=True, exist_ok=True)
+        with record.Record(spec.settings, "train.py", 1, 1, submission) as kept:
+            found.append((plan.told(spec, kept).fresh, old.exists()))
+    once, never_told = (True, False), (True, True)  # without one it is the members who drop them
+    assert found == [once, (False, True), once, never_told, never_told]
+
+
+def test_a_lock_of_a_launcher_that_is_gone_is_waited_for(tmp_path):
+    """Its host is gone, and the server of the disk finds out later."""
+    said: list[str] = []
+    lock = record.Record(Settings(name="digits", root=str(tmp_path)), "train.py", 1)
+    threading.Timer(0.5, lock.__exit__, (None, None, None)).start()
+    record.await_end(lock.dir, 60.0, said.append)
+    assert not record.is_running(lock.dir)
+    assert len(said) == 1
+    assert "waiting for up to 60 s" in said[0]
+
+
+def test_the_first_pod_of_a_trainjob_is_no_crowd(monkeypatch, tmp_path):
+    for name, value in {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PET_NODE_RANK": "0", "PET_NNODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PET_MASTER_ADDR", "first")
+    monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
+    monkeypatch.setattr(local.Local, "start", lambda self, spec: None)
+    for listen, warned in (("127.0.0.1", False), ("", True)):
+        said: list[str] = []
+        shown = Shown(show=None, say=said.append)
+        local.Engine().start(job(elastic=Elastic(least=1, most=4, listen=listen)), shown)
+        assert any("each of them starts a run of its own" in line for line in said) == warned
+
+
+def test_an_agent_waits_for_a_name_that_is_not_known_yet(tmp_path):
+    env = os.environ | {"PACELINE_TOKEN": TOKEN}
+    command = [sys.executable, "-m", "paceline", "agent", "--join", "pod.invalid:29400"]
+    took = []
+    for more in ((), ("--limit-s", "4")):
+        began = time.monotonic()
+        done = subprocess.run([*command, *more], env=env, capture_output=True, text=True, timeout=60)
+        took.append(time.monotonic() - began)
+        assert done.returncode == 2
+        assert "the host name is not known" in done.stderr
+    assert "joining the run at pod.invalid:29400, for up to 4 s" in done.stderr
+    assert took[1] > 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_fresh_is_obeyed_once_for_each_submission(kind, tmp_path):
+    """A JobSet starts the same command again, to go on from the checkpoints that the first start has written."""
+    script = """
+    from pathlib import Path
+    import paceline
+    run = paceline.join()
+    old = Path(run.dir, "checkpoints/step-7")
+    print("there" if old.exists() else "gone", run.settings.fresh)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    (tmp_path / "runs/digits/checkpoints/step-7").mkdir(parents=True)
+    alone = {"num_members": 1, "elastic": Elastic(least=1, most=1, listen="x", slots=0)}
+    settings = Settings(name="digits", fresh=True).pin("fresh")
+    spec = job(script=str(tmp_path / "train.py"), settings=settings, **alone)
+    said = []
+    for submission in ("one", "one", "two"):
+        made = told.manifests(spec, pods(kind=kind, submission=submission), TOKEN)
+        container = made[-1]["spec"]["trainer"] if kind == "trainjob" else containers(made)[0]
+        words, env = as_pod(container, "first", made[0]["stringData"], tmp_path, free_port())
+        more = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PET_NODE_RANK": "0"}
+        done = subprocess.run(words, env=os.environ | env | more, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.split()[-2:])
+        (tmp_path / "runs/digits/checkpoints/step-7").mkdir(parents=True, exist_ok=True)
+    assert said == [["gone", "True"], ["there", "False"], ["gone", "True"]]
 
 
 @pytest.mark.slow
@@ -315,9 +514,7 @@ def test_pods_train_the_digits_and_one_may_be_lost(kind, tmp_path):
         templates = containers(made)
     else:
         templates = [made[-1]["spec"]["trainer"]] * 2
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     running: list[subprocess.Popen[str]] = []

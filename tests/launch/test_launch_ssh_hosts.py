@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch import preflight
 from paceline.testing.hosts import Hosts
 from paceline.testing.sshd import Sshd
 from tests.launch._scripts import LIMIT_S, SOURCES
@@ -144,3 +145,16 @@ def test_nothing_is_copied_onto_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "--sync: nothing to copy" in done.stderr
     assert (place.folder / "train.py").read_text() == HELLO
+
+
+def test_a_greeting_that_begins_like_an_answer_is_skipped():
+    class Greeting:
+        def start(self, host, program):
+            words = ["sh", "-c", """echo "paceline users: welcome"; echo 'paceline {"fine": 1}'; cat > /dev/null"""]
+            return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    asked = preflight.Asked(Greeting(), "a")
+    try:
+        assert asked.ask(do="facts") == {"fine": 1}
+    finally:
+        asked.close()

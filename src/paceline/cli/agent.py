@@ -6,20 +6,22 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
 import msgspec
 
 from paceline.cli.display import Display
-from paceline.cli.flags import LABEL_HELP, Parser, whole
+from paceline.cli.flags import LABEL_HELP, Parser, seconds, whole
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
 from paceline.environment import this_host
 from paceline.launch.joined import APART, JoinedHost
 from paceline.launch.reach import Reach
-from paceline.transport.address import split_address
+from paceline.transport.address import await_name, split_address
 
+_LIMIT_S = 30.0
 _EPILOG = """\
 examples:
   paceline agent --join /data/runs/big/scheduler.json --slots 4     on a disk that this host shares, or copied
@@ -38,6 +40,7 @@ def main(argv: list[str]) -> int:
     parser.option("--label", parse=word, metavar="LABEL", action="append", help=LABEL_HELP)
     parser.option("--stay", help="with --join -: go on when the input ends, as long as the run does")
     parser.option("--together", help="SIGTERM drains the whole run: whoever takes this host takes all of them")
+    parser.option("--limit-s", parse=seconds(0.1), metavar="S", help="wait so long for the run to be there (30)")
     parser.option("--name", parse=str, metavar="NAME", help="of this host; two agents of a run differ in it")
     options, rest = parser.split(argv)
     if rest:
@@ -49,7 +52,15 @@ def main(argv: list[str]) -> int:
     display = Display(100)
     labels = tuple(given.label or ())
     name, together = given.name or this_host(), given.together
-    host = JoinedHost(where, name, given.slots, display, labels=labels, together=together, say=display.say)
+    limit_s = given.limit_s or _LIMIT_S
+    if given.limit_s:  # whoever gives it expects to wait; a name that was mistyped is told at once
+        display.say(f"joining the run at {where.address}, for up to {limit_s:g} s")
+        began = time.monotonic()
+        await_name(where.address, limit_s)
+        limit_s = max(1.0, limit_s - (time.monotonic() - began))
+    host = JoinedHost(
+        where, name, given.slots, display, labels=labels, together=together, limit_s=limit_s, say=display.say
+    )
     if given.stay:  # whoever started us may go
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -39,6 +39,15 @@ def main(argv: list[str]) -> int:
     _, rest = parser.split(argv)
     parser.split(rest[1:])  # an unknown option after RUN gets the nearest name too
     given = parser.parse_args(argv)
+    if given.run and (job := runs.waiting(Path(given.root), given.run)):
+        asked = engines.queue(job)
+        if isinstance(asked, engines.Remote):
+            if given.rank is not None:
+                raise ConfigError(
+                    f"--rank {given.rank}: the members of run {given.run!r} print to pods; leave it out, and look for "
+                    f"lines that begin with [{given.rank}]"
+                )
+            return asked.logs(job, follow=given.follow, lines=given.lines)
     if given.follow and given.run:
         _await_begin(Path(given.root), given.run)
     known = runs.find(Path(given.root), given.run)

@@ -264,7 +264,8 @@ def _run(spec: JobSpec, engine: Engine, recipe: recipes.Table) -> int:
     signals = _catch_signals()
     on_lost = lambda rank, how: display.say(ending.lost(rank, how))  # noqa: E731
     job = engine.start(spec, Shown(show=display, say=display.say, on_lost=on_lost))
-    _keep(recipe, job.directory if isinstance(job, Submitted) else job.dir, display)
+    if directory := job.directory if isinstance(job, Submitted) else job.dir:
+        _keep(recipe, directory, display)
     if isinstance(job, Submitted):
         display.say(job.text)
         return 0

@@ -42,10 +42,23 @@ def main(argv: list[str]) -> int:
     if given.all:
         print("\n".join(_list(runs.all_in(root), runs.waiting_in(root))))
     elif given.run and (waiting := runs.waiting(root, given.run)):
-        print(f"{given.run}: {engines.queue(waiting).state(waiting)}")
+        print(
+            "\n".join([f"{given.run}: {engines.queue(waiting).state(waiting)}", *_there(waiting, Path(given.run).name)])
+        )
     else:
         print("\n".join(_lines(runs.find(root, given.run))))
     return 0
+
+
+def _there(job: held.Held, run: str) -> list[str]:
+    """What the members of a run do that leaves nothing here."""
+    asked = engines.queue(job)
+    if not isinstance(asked, engines.Remote) or engines.over(job):
+        return []
+    try:
+        return asked.inside(job, run, ("status",)).splitlines()
+    except PacelineError as error:  # its pods may not be there yet
+        return [f"the members cannot be asked: {error}"]
 
 
 def _queue(directory: Path) -> list[str]:

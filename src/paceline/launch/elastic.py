@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -48,6 +49,7 @@ from paceline.membership.watch import Watch
 
 DRAIN_S = 10.0  # that members have to leave after SIGTERM
 _PARAMETERS = "scheduler-parameters.json"
+_HELD_S = 180.0  # for the lock of a launcher in a pod that is gone
 _IDLE_S = 60.0  # without a member: the scheduler should have started one, or ended the run
 
 
@@ -75,7 +77,9 @@ class ElasticJob(RecordedJob):
         self._say = say
         self.token = spec.token or secrets.token_hex(32)
         self._kit = Kit(spec, self.token, elastic.own_slots)  # what cannot be started leaves no directory behind
-        self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least)
+        if spec.submission:  # started again, perhaps on another host than the launcher that was lost
+            record.await_end(Path(spec.settings.root, spec.settings.name), _HELD_S, say)
+        self._record = record.Record(spec.settings, spec.script, spec.size, elastic.least, spec.submission)
         self.settings: Settings = told(spec, self._record)
         self._losses: list[lost.Lost] = []
         lost.write(self.dir, ())

@@ -71,4 +71,6 @@ def told(spec: JobSpec, kept: record.Record) -> Settings:
     # Absolute: a script may change its directory before it joins.
     root = str(kept.dir.parent.absolute())
     settings = spec.settings.pin(*spec.settings.changed())  # a program that starts a run types nothing
+    if spec.settings.fresh and not kept.fresh:
+        settings = settings.with_(fresh=False).pin("fresh")
     return settings.with_(name=kept.run.name, root=root)

@@ -84,7 +84,7 @@ class Asked:
 
     def __init__(self, way: Way, host: str) -> None:
         self._way, self._host = way, host
-        self._answers: queue.Queue[bytes | None] = queue.Queue()
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._said: list[bytes] = []
         self._process = way.start(host, Path(probe.__file__).read_text())
         self._errors = threading.Thread(target=self._hear_errors, daemon=True)
@@ -97,17 +97,16 @@ class Asked:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
         try:
-            line = self._answers.get(timeout=limit_s)
+            answer = self._answers.get(timeout=limit_s)
         except queue.Empty:
             raise ConfigError(
                 f"host {self._host}: no answer within {limit_s:g} s (asked for {question['do']}); is it overloaded, or "
                 "does its login shell wait for something?"
             ) from None
-        if line is None:
+        if answer is None:
             code = self._process.wait()
             self._errors.join(2.0)
             raise ConfigError(self._way.why(self._host, code, b"".join(self._said).decode(errors="replace")))
-        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def kill(self) -> None:
@@ -127,7 +126,8 @@ class Asked:
         assert self._process.stdout
         for line in self._process.stdout:
             if line.startswith(b"paceline "):  # else of a login shell that greets
-                self._answers.put(line[9:])
+                with contextlib.suppress(ValueError):  # as this is
+                    self._answers.put(json.loads(line[9:]))
         self._answers.put(None)
 
     def _hear_errors(self) -> None:

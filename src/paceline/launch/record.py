@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +24,8 @@ from paceline.core.directory import make_directory
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.environment import this_host
+
+SUBMISSION = "PACELINE_SUBMISSION"  # in pods: the same whenever one submission is started again
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,16 +42,24 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     least: int = 0  # of an elastic run, whose size is the most; 0: the size is fixed
     scheduler: str = ""  # "ip:port"
     scheduler_pid: int = 0
+    submission: str = ""  # see `Record`
     finished: float | None = None
     exit_code: int | None = None
 
 
 class Record:
-    """The launcher's hold on a run's directory."""
+    """The launcher's hold on a run's directory.
 
-    def __init__(self, settings: Settings, script: str, size: int, least: int = 0) -> None:
+    Args:
+        submission: an id that an engine repeats whenever it starts the same command again. To start over (`fresh`) is
+            meant once for each, or every restart would throw away what it is to go on from.
+    """
+
+    def __init__(self, settings: Settings, script: str, size: int, least: int = 0, submission: str = "") -> None:
         self.dir = make_directory(Path(settings.root), settings.name, script)
         self._lock = _lock(self.dir)
+        before = read(self.dir) if submission else None
+        self.fresh = settings.fresh and not (before and before.submission == submission)
         self.run = Run(
             name=self.dir.name,
             command=list(sys.argv),
@@ -57,13 +69,16 @@ class Record:
             host=this_host(),
             started=time.time(),
             least=least,
+            submission=submission,
         )
         for old in (self.dir / "status").glob("rank-*"):  # of members that are gone
             old.unlink(missing_ok=True)
         queue.clear(self.dir)
-        if settings.fresh:
+        if self.fresh:
             for old in (self.dir / "logs").glob("rank-*.log"):
                 old.unlink(missing_ok=True)
+            if submission:  # before run.json says that it was done: members may be lost before they do it
+                shutil.rmtree(self.dir / "checkpoints", ignore_errors=True)
         self._write()
 
     def started(self, members: list[int]) -> None:
@@ -115,6 +130,17 @@ def is_running(directory: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def await_end(directory: Path, limit_s: float, say: Callable[[str], None]) -> None:
+    """Until nobody holds the run, or until the limit. A lock on a network disk outlives its holder's host for a while:
+    until its lease ends, by default 90 s for NFS."""
+    deadline, told = time.monotonic() + limit_s, False
+    while time.monotonic() < deadline and is_running(directory):
+        if not told:
+            say(f"{directory} is held by a launcher, which may be gone: waiting for up to {limit_s:g} s")
+            told = True
+        time.sleep(min(1.0, limit_s / 10))
 
 
 def _lock(directory: Path) -> int:

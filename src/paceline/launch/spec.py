@@ -135,6 +135,7 @@ class JobSpec:
     cwd: str | None = None
     python: str = sys.executable
     token: str = ""  # of a run that others are told of beforehand; "": one is made
+    submission: str = ""  # what an engine repeats when it starts the same command again; "": none does
     detached: bool = False  # the launcher has no terminal, and its end is not that of who started it
     terminal: bool = False  # give member 0 a terminal to draw on
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
+import time
 
 from paceline.core.errors import ConfigError
 
@@ -24,6 +26,19 @@ def join_address(host: str, port: int) -> str:
     '[::1]:80'
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def await_name(address: str, limit_s: float) -> None:
+    """Until the name of the host in `address` is known, as that of a pod is some time after it was made; or until the
+    limit, after which whoever connects there finds out."""
+    host, port = split_address(address)
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except OSError:
+            time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 
 def is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ An engine starts a run in one of two ways, or in both:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -63,7 +63,7 @@ class Submitted:
     """A run that somebody else starts later."""
 
     text: str  # what there is to know now
-    directory: Path  # of the run; its engine.json is written
+    directory: Path | None = None  # of the run, with its engine.json; None: it is not held by anybody yet
 
 
 class Engine(Protocol):
@@ -103,6 +103,17 @@ class Ends(Protocol):
 
     def over(self, held: Held) -> bool:
         """Whether it neither waits nor runs."""
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """A queue whose runs leave nothing here: what they print and what they do is asked where they are."""
+
+    def logs(self, held: Held, *, follow: bool, lines: int | None) -> int:
+        """Print what the members print; the exit code."""
+
+    def inside(self, held: Held, run: str, words: Sequence[str]) -> str:
+        """What `paceline` says there about a run: `words` are a command, and what follows the run's name."""
 
 
 @runtime_checkable

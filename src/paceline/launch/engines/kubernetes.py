@@ -1,30 +1,32 @@
 """Members in pods: writes the manifests of a run (`manifests`), and with --apply hands them to kubectl.
 
 What is written holds the token, in a Secret: a file of it is for its owner alone. A run that was applied is held by
-the cluster: `paceline status` and `paceline stop` ask it, through kubectl.
+the cluster: `paceline status | logs | scale | stop` ask it, through kubectl.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from paceline.core.directory import new_name, write_private
 from paceline.core.errors import ConfigError, nearest
-from paceline.launch import held
+from paceline.launch import held, kubectl
 from paceline.launch.engines import Option, Shown, Submitted
-from paceline.launch.engines.manifests import KINDS, Pods, manifests, text
+from paceline.launch.engines.manifests import FILES, KINDS, Pods, manifests, text
 from paceline.launch.held import Held
+from paceline.launch.kubectl import Job
 from paceline.launch.spec import Elastic, JobSpec
 
-_KUBECTL_S = 60.0
-_SEEN = "jsonpath={range .status.conditions[?(@.status=='True')]}{.type} {end}"
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_SIZE = re.compile(r"[0-9]*\.?[0-9]+([kMGTPE]|[KMGTPE]i)?")
 
 
 def whole(text: str) -> int:
@@ -72,6 +74,14 @@ class Engine:
             raise ConfigError(f"--kind {self.kind!r}: {nearest(self.kind, KINDS)}")
         if self.per_pod < 1:
             raise ConfigError("--per-pod 0: a pod has at least one member")
+        for value, option in ((self.namespace, "--namespace"), (self.claim, "--claim"), (self.runtime, "--runtime")):
+            if value and not _NAME.fullmatch(value):
+                raise ConfigError(
+                    f"{option} {value!r}: Kubernetes allows lower-case letters, digits, - and . in a name, with a "
+                    "letter or digit at both ends"
+                )
+        if self.storage and not _SIZE.fullmatch(self.storage):
+            raise ConfigError(f"--storage {self.storage!r}: give a size, such as 10Gi or 500Mi")
         if self.claim and self.storage:
             raise ConfigError(
                 "--claim and --storage: files go to a claim that exists or to a new one; give one of them"
@@ -94,7 +104,7 @@ class Engine:
         return made
 
     def preview(self, spec: JobSpec) -> str:
-        return text(manifests(spec, self._pods(spec), "<token>")).rstrip()
+        return text(manifests(spec, self._pods(spec, "<submission>"), "<token>")).rstrip()
 
     def check(self, spec: JobSpec) -> None:
         if self.apply and shutil.which("kubectl") is None:
@@ -104,33 +114,58 @@ class Engine:
             )
 
     def start(self, spec: JobSpec, shown: Shown) -> Submitted:
-        pods = self._pods(spec)
+        pods = self._pods(spec, secrets.token_hex(8))
         made = text(manifests(spec, pods, secrets.token_hex(32)))
         directory = Path(spec.settings.root) / pods.run
         if self.output:
-            write_private(Path(self.output), made.encode())
+            self._write(made)
         if self.apply:
-            said = _kubectl("apply", "--server-side", "-f", "-", text=made)
-            id = f"{KINDS[self.kind]}/{pods.namespace}/{pods.name}"
-            held.write(directory, Held(engine="kubernetes", id=id, command=list(sys.argv), at=time.time()))
-            return Submitted(f"{' '.join(said.split())}; files in the pods: /paceline/runs/{pods.run}", directory)
+            job = Job(KINDS[self.kind], pods.namespace, pods.name)
+            said = f"{_make_room(job, pods.run)}{kubectl.call('apply', '--server-side', '-f', '-', text=made)}"
+            held.write(directory, Held(engine="kubernetes", id="/".join(job), command=list(sys.argv), at=time.time()))
+            return Submitted(f"{' '.join(said.split())}; files in the pods: {FILES}/runs/{pods.run}", directory)
         if self.output:
-            return Submitted(f"to start it: kubectl apply --server-side -f {self.output}", directory)
+            return Submitted(f"to start it: kubectl apply --server-side -f {self.output}")
         sys.stdout.write(made)
-        return Submitted("to start it, pipe this to: kubectl apply --server-side -f -", directory)
+        return Submitted("to start it, pipe this to: kubectl apply --server-side -f -")
+
+    # ---- of a run that was applied
 
     def state(self, held: Held) -> str:
-        kind, place, name = _found(held)
-        conditions = _kubectl("get", kind, name, *place, "-o", _SEEN).split()
-        return f"{kind.partition('.')[0]} {name}: {', '.join(conditions) or 'not finished'}"
+        job = Job.of(held)
+        return f"{job}: {kubectl.state(job) or 'gone'}"
+
+    def over(self, held: Held) -> bool:
+        return kubectl.over(kubectl.state(Job.of(held)))
 
     def stop(self, held: Held) -> str:
         """The claim, with the checkpoints, stays."""
-        kind, place, name = _found(held)
-        said = _kubectl("delete", f"{kind}/{name}", f"secret/{name}", "--ignore-not-found", *place)
-        return " ".join(said.split()) or f"{name} is gone already"
+        job = Job.of(held)
+        said = kubectl.call("delete", f"{job.kind}/{job.name}", f"secret/{job.name}", "--ignore-not-found", *job.place)
+        return " ".join(said.split()) or f"{job.name} is gone already"
 
-    def _pods(self, spec: JobSpec) -> Pods:
+    def logs(self, held: Held, *, follow: bool, lines: int | None) -> int:
+        return kubectl.logs(Job.of(held), follow=follow, lines=lines)
+
+    def inside(self, held: Held, run: str, words: Sequence[str]) -> str:
+        """Any pod will do: all have the volume, where the scheduler's address is."""
+        job = Job.of(held)
+        command, *rest = words
+        first = "first" if job.kind == KINDS["jobset"] else "node"
+        return kubectl.call(*kubectl.inside(job, first, command, "--root", f"{FILES}/runs", run, *rest))
+
+    # ----
+
+    def _write(self, made: str) -> None:
+        try:
+            write_private(Path(self.output), made.encode())
+        except OSError as error:
+            raise ConfigError(
+                f"--output {self.output!r} cannot be written: {error.strerror}; name a file in a directory that exists "
+                "and that you may write to"
+            ) from None
+
+    def _pods(self, spec: JobSpec, submission: str = "") -> Pods:
         return Pods(
             run=spec.settings.name,
             image=self.image,
@@ -141,21 +176,17 @@ class Engine:
             claim=self.claim,
             storage=self.storage,
             runtime=self.runtime,
+            submission=submission,
         )
 
 
-def _found(held: Held) -> tuple[str, list[str], str]:
-    kind, namespace, name = held.id.split("/")
-    return kind, ["-n", namespace] if namespace else [], name
-
-
-def _kubectl(*words: str, text: str = "") -> str:
-    try:
-        done = subprocess.run(["kubectl", *words], input=text, capture_output=True, text=True, timeout=_KUBECTL_S)
-    except FileNotFoundError:
-        raise ConfigError("there is no kubectl here: https://kubernetes.io/docs/tasks/tools") from None
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"kubectl {words[0]} did not end within {_KUBECTL_S:g} s: is the cluster reached?") from None
-    if done.returncode:
-        raise ConfigError(f"kubectl {words[0]} failed: {done.stderr.strip()}")
-    return done.stdout
+def _make_room(job: Job, run: str) -> str:
+    """Let a run of this name that has ended be started again: JobSets do not change, so it is deleted first."""
+    state = kubectl.state(job)
+    if not state:
+        return ""
+    if not kubectl.over(state):
+        raise ConfigError(
+            f"run {run!r} is {job} already, which is {state}: paceline stop {run} first, or give another --name"
+        )
+    return f"{job}, which had {state}, goes on: {kubectl.call('delete', f'{job.kind}/{job.name}', *job.place)}; "

@@ -12,6 +12,7 @@ from paceline.launch import posts, preview
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.local import Local, LocalJob
+from paceline.launch.record import SUBMISSION
 from paceline.launch.spec import JobSpec
 
 _LEAST = 32  # characters of a token: 128 bits in hexadecimal digits
@@ -28,11 +29,12 @@ class Engine:
     def prepare(self, spec: JobSpec) -> JobSpec:
         """With an address to listen on, where there are other hosts; what is wrong with their list is said here.
 
-        Who says on which address to listen may have told others the token before, as is done with pods.
+        Who says on which address to listen may have told others the token before, as is done with pods, which may also
+        be started again by the same command.
         """
         elastic = spec.elastic
         if elastic and elastic.listen and (token := os.environ.get("PACELINE_TOKEN")):
-            spec = replace(spec, token=_long(token))
+            spec = replace(spec, token=_long(token), submission=os.environ.get(SUBMISSION, ""))
         if not elastic or not elastic.hosts:
             return spec
         if elastic.listen:
@@ -48,7 +50,8 @@ class Engine:
         """There is always this host."""
 
     def start(self, spec: JobSpec, shown: Shown) -> LocalJob | ElasticJob:
-        if many := crowd():
+        told = spec.elastic is not None and bool(spec.elastic.listen)  # the others of a TrainJob have agents
+        if (many := crowd()) and not told:
             shown.say(
                 f"warning: this launcher is {many}, and each of them starts a run of its own; to have one run, start "
                 "the launcher once, or the script itself in its place"

@@ -11,6 +11,7 @@ training runtime there.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from paceline.core.errors import ConfigError
+from paceline.launch.record import SUBMISSION
 from paceline.launch.spec import JobSpec
 
 Manifest: TypeAlias = dict[str, Any]
@@ -28,6 +30,7 @@ PORT = 29400
 FILES = "/paceline"  # where the volume is, in every pod
 _RESTARTS = 5  # of the whole, from the last checkpoint
 _GRACE_S = 60  # for members to leave and to write a checkpoint, when a pod is taken away
+_JOIN_S = 600  # for the first pod to have a place, its image and a name
 _LONGEST = 40  # pods add to the name, and a host's name has 63 characters
 _FIRST, _OTHERS = "first", "others"
 KINDS = {"jobset": "jobset.jobset.x-k8s.io", "trainjob": "trainjob.trainer.kubeflow.org"}
@@ -46,16 +49,22 @@ class Pods:
     claim: str = ""  # that exists, for the run's files; "": one of the size `storage` is made
     storage: str = ""
     runtime: str = "torch-distributed"  # of a TrainJob
+    submission: str = ""  # an id of these very manifests, by which --fresh is obeyed once, and not at each restart
 
     @property
     def name(self) -> str:
-        """The run's name as Kubernetes allows it.
+        """The run's name as Kubernetes allows it. One that had to be changed gets digits of its own, so that two runs
+        never share a Secret.
 
-        >>> Pods(run="My_Run.1", image="i").name
-        'my-run-1'
+        >>> Pods(run="digits-1", image="i").name, Pods(run="My_Run", image="i").name
+        ('digits-1', 'my-run-309ffa73')
         """
         name = re.sub(r"[^a-z0-9]+", "-", self.run.lower()).strip("-")
-        return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST].strip("-")
+        name = name if name[:1].isalpha() else f"run-{name}".strip("-")
+        if name == self.run and len(name) <= _LONGEST:
+            return name
+        digits = hashlib.sha256(self.run.encode()).hexdigest()[:8]
+        return f"{name[: _LONGEST - 9].strip('-')}-{digits}"
 
 
 def manifests(spec: JobSpec, pods: Pods, token: str) -> list[Manifest]:
@@ -82,19 +91,19 @@ def first(spec: JobSpec, pods: Pods, address: str) -> list[str]:
     words = ["python", "-m", "paceline", "run", "-n", f"{elastic.least}:{elastic.most}"]
     words += ["--listen", address, "--port", str(PORT), "--slots", str(pods.per_pod)]
     words += ["--name", pods.run, "--root", f"{FILES}/runs", "--progress", spec.settings.progress]
-    words += ["--replacements", str(elastic.replacements), "--silence-s", f"{elastic.silence_s:g}"]
+    words += ["--replacements", str(elastic.replacements), "--silence-s", str(elastic.silence_s)]
     words += ["--standbys", str(elastic.standbys), *_threads(spec), *_labels(spec)]
     for name in sorted(set(spec.settings.pinned) - {"name", "root", "progress"}):
         value = getattr(spec.settings, name)
         option = "--" + name.replace("_", "-")
-        words += [option] if value is True else [option, f"{value:g}" if isinstance(value, float) else str(value)]
+        words += [option] if value is True else [option, str(value)]
     return [*words, *(["-m"] if spec.module else []), spec.script, *spec.args]
 
 
 def other(spec: JobSpec, pods: Pods, address: str, name: str) -> list[str]:
     """An agent's command, in another pod of this name, which joins the first at `address`."""
     words = ["python", "-m", "paceline", "agent", "--join", f"{address}:{PORT}", "--slots", str(pods.per_pod)]
-    return [*words, "--name", name, *_labels(spec)]
+    return [*words, "--name", name, "--limit-s", str(_JOIN_S), *_labels(spec)]
 
 
 def _threads(spec: JobSpec) -> list[str]:
@@ -170,9 +179,10 @@ def _replicated(name: str, count: int, restarts: int, container: Manifest, pods:
 def _train_job(spec: JobSpec, pods: Pods) -> Manifest:
     launcher = _shell(first(spec, pods, "\0POD_IP"))
     agent = _shell(other(spec, pods, "\0PET_MASTER_ADDR", "\0POD_NAME"))
-    wait = 'until getent hosts "$PET_MASTER_ADDR" > /dev/null; do sleep 1; done'
-    script = f'if [ "$PET_NODE_RANK" = 0 ]; then exec {launcher}; fi; {wait}; exec {agent}'
-    container = _container(spec, pods, ["sh", "-c", script.replace("$(", "$$(")])
+    # A runtime without torch's policy numbers nobody: all pods would wait for a first one.
+    numbered = f': "${{PET_NODE_RANK:?is not set: runtime {pods.runtime} has no mlPolicy torch, see --runtime}}"'
+    script = f'{numbered}; if [ "$PET_NODE_RANK" = 0 ]; then exec {launcher}; fi; exec {agent}'
+    container = _container(spec, pods, ["sh", "-c", _verbatim(script)])
     trainer = {
         **{name: container[name] for name in ("image", "command", "env")},
         "numNodes": _count(spec, pods),
@@ -206,7 +216,8 @@ def _env(more: Mapping[str, str], pods: Pods) -> list[Manifest]:
     return [
         *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
         {"name": "PACELINE_TOKEN", "valueFrom": {"secretKeyRef": {"name": pods.name, "key": "token"}}},
-        *({"name": name, "value": value.replace("$(", "$$(")} for name, value in more.items()),
+        {"name": SUBMISSION, "value": pods.submission},
+        *({"name": name, "value": _verbatim(value)} for name, value in more.items()),
     ]
 
 
@@ -219,7 +230,12 @@ def _volumes(pods: Pods) -> list[Manifest]:
 
 def _literal(words: list[str]) -> list[str]:
     """Words as Kubernetes takes them: \\0NAME is a variable, and nothing else is."""
-    return [f"$({word[1:]})" if word[:1] == "\0" else word.replace("$(", "$$(") for word in words]
+    return [f"$({word[1:]})" if word[:1] == "\0" else _verbatim(word) for word in words]
+
+
+def _verbatim(text: str) -> str:
+    """As Kubernetes writes what it is not to expand: of $$ it makes $, and of $(NAME) that variable's value."""
+    return text.replace("$", "$$")
 
 
 def _shell(words: list[str]) -> str:
