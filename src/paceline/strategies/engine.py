@@ -10,7 +10,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Never, Protocol
+from typing import Never
 
 import torch
 
@@ -23,28 +23,6 @@ from paceline.strategies.strategy import World
 from paceline.strategies.weighing import Weighing
 from paceline.transport.arena import Arena
 from paceline.transport.group import Group
-
-
-class Passes(Protocol):
-    """What the all-reduce strategy asks of an engine, which is by default the one below."""
-
-    order: list[str]  # of arrival, on the first member
-    busy: bool  # a backward pass is under way and some gradient has arrived
-    broken: Interrupted | None  # the group broke in this pass
-    coder: Coder | None
-
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient of this pass has arrived."""
-
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def launch_rest(self) -> None: ...
-    def collect(self) -> None: ...
-    def regroup(self) -> None: ...
-    def release(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Engine:
