@@ -98,6 +98,17 @@ def test_a_scattered_sum_may_lie_in_what_it_is_made_of(reads: bool, monkeypatch:
         assert torch.equal(found, a + b + c)
 
 
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "a", "a"], ["a", "b"], ["a", "a", "b"]])
+def test_a_scattered_sum_goes_where_it_is_wanted(hosts: list[str]) -> None:
+    def body(group: Group) -> bool:
+        rows = torch.stack([values(group.rank, 200_000, torch.float32) + k for k in range(group.size)])
+        out = torch.empty(200_000)
+        group.reduce_scatter_into(rows.clone(), out)
+        return torch.equal(out, group.reduce_scatter(rows)) and bool(out.any())
+
+    assert together(len(hosts), body, hosts=hosts) == [True] * len(hosts)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     hosts=st.lists(st.sampled_from("abc"), min_size=2, max_size=5),

@@ -3,7 +3,7 @@
 Of a model with weights W, gradients G, the optimizer's state S and activations A (`footprint`), on n members:
 
     allreduce           W + G + S + A            gradients lie in buckets all the time
-    zero(stage=1)       W + G + S/n + A
+    zero(stage=1)       W + S/n + max(A + G)     in host memory; on devices W + G + S/n + A
     zero(stage=2)       W + S/n + max(A + G/n)   and a few blocks on their way
     offload="optimizer" W + A                    on the device; (G + S)/n in host memory
     offload="parameters", with shard=k           A and the layers that are put together; the rest in host memory
@@ -167,7 +167,7 @@ class Reckoning:
         *,
         offloads: bool = False,
     ) -> None:
-        self._offloads = offloads
+        self._offloads = offloads  # the model is on a device
         self._plain, self._again = plain, again
         self._precision = precision
         self._state = {w.name: self._state_of(w, optimizer) for w in plain.weights}
@@ -247,6 +247,8 @@ class Reckoning:
                 passes = found.most(0.0) + max(w.nbytes for w in self._plain.weights)
             elif stage == 2:
                 passes = found.most(1 / members) + min(_BLOCKS, gradients)
+            elif stage == 1 and not self._offloads:  # a gradient is there twice while its bucket fills
+                passes = found.most(1.0) + max(w.nbytes for w in self._plain.weights)
             elif members > 1:
                 passes = gradients + found.most(0.0)
             else:

@@ -25,7 +25,8 @@ from torch.autograd.graph import _engine_run_backward
 from paceline.codecs import Codec
 from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.words import finite, split
-from paceline.strategies.engine import Engine, Passes
+from paceline.strategies.engine import Engine
+from paceline.strategies.passes import Passes
 from paceline.strategies.reducers import Auto, Coder, LowRank, Method, load
 from paceline.strategies.reducers.coder import SMALL
 from paceline.strategies.strategy import World

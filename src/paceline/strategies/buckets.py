@@ -47,6 +47,10 @@ class Slot:
         """In the bucket."""
         return slice(self.start, self.start + self.parameter.numel())
 
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its view of the bucket's memory, which may be given as another tensor."""
+        return _like(flat, self.start, self.parameter)
+
 
 class Bucket:
     """A run of slots that travel together."""
@@ -126,7 +130,7 @@ class Layout:
             worth = last - first >= _WORTH_KEEPING and slot.parameter.nbytes <= _TOO_LARGE_TO_KEEP
             if worth and slot.parameter.is_contiguous():
                 slot.own = slice(first, last)
-            slot.view = _like(bucket.flat, at, slot.parameter)
+            slot.view = slot.within(bucket.flat)
             at += _padded(slot.parameter.numel())
         if bucket is self.tail:
             self.control = bucket.flat[numel : numel + num_control]

@@ -10,7 +10,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Never, Protocol
+from typing import Never
 
 import torch
 
@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.strategies.buckets import BAD, LATE, MARKS, MOVE, PACE, SAMPLES, WEIGHT, WISH, Layout, Slot
 from paceline.strategies.following import Following
 from paceline.strategies.holding import Holding
+from paceline.strategies.loans import Loans
 from paceline.strategies.reducers import Coder
 from paceline.strategies.strategy import World
 from paceline.strategies.weighing import Weighing
@@ -25,30 +26,8 @@ from paceline.transport.arena import Arena
 from paceline.transport.group import Group
 
 
-class Passes(Protocol):
-    """What the all-reduce strategy asks of an engine, which is by default the one below."""
-
-    order: list[str]  # of arrival, on the first member
-    busy: bool  # a backward pass is under way and some gradient has arrived
-    broken: Interrupted | None  # the group broke in this pass
-    coder: Coder | None
-
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient of this pass has arrived."""
-
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def cleared(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
-    def launch_rest(self) -> None: ...
-    def collect(self) -> None: ...
-    def regroup(self) -> None: ...
-    def release(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Engine:
-    """The gradients of one model."""
+    """The gradients of one model; `frees`: buckets take no memory while nobody has a gradient (`loans`)."""
 
     def __init__(
         self,
@@ -58,6 +37,8 @@ class Engine:
         arm: Callable[[], None],
         owned: dict[int, torch.nn.Parameter],
         coder: Coder | None = None,
+        *,
+        frees: bool = False,
     ) -> None:
         self.order: list[str] = []  # of arrival, on the first member
         self.busy = False  # a backward pass is under way and some gradient has arrived
@@ -79,6 +60,7 @@ class Engine:
         self._scale = 1.0 / world.group.size
         self._following = Following(model)
         self._weighing = Weighing(world, self._holding.parameters, self._weigh_mean)
+        self._loans = Loans() if frees else None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over the parameters of the model and of the optimizer that are new; all start as on the first member."""
@@ -139,6 +121,8 @@ class Engine:
         if self.busy:
             return
         self.busy = True
+        if self._loans:
+            self._loans.recall()
         if self._layout:
             self._layout.start()
         if self.coder:
@@ -259,17 +243,23 @@ class Engine:
                     bucket.flat[:end].mul_(correction)
         else:
             correction = 1.0
-        keeps_momentum = bool(self.coder and getattr(self.coder.method.codec, "momentum", 0.0))
-        for slot in layout.slots:
-            if control[MARKS + slot.index]:
-                slot.mean = True
-                if keeps_momentum:
-                    self._exchanged.add(id(slot.parameter))
-                slot.parameter.grad = slot.view.detach()  # an alias: what users do to `grad.data` is theirs alone
-        if control[LATE]:
-            self._add_late(correction)
         if self._following and group.rank:
             torch._foreach_copy_(self._following.tensors(), layout.buffer_views)
+        self._hand_out(layout, control)
+        if control[LATE]:
+            self._add_late(correction)
+
+    def _hand_out(self, layout: Layout, control: list[float]) -> None:
+        keeps_momentum = bool(self.coder and getattr(self.coder.method.codec, "momentum", 0.0))
+        for bucket in layout.buckets:
+            lent = self._loans.lend(bucket.flat) if self._loans else None
+            for slot in bucket.slots:
+                if control[MARKS + slot.index]:
+                    slot.mean = True
+                    if keeps_momentum:
+                        self._exchanged.add(id(slot.parameter))
+                    view = slot.view if lent is None else slot.within(lent)
+                    slot.parameter.grad = view.detach()  # an alias: what users do to `grad.data` is theirs alone
 
     def _uncounted(self, coder: Coder, control: list[float]) -> set[str]:
         without = {s.name for s in self._slots.values() if not control[MARKS + s.index]}
@@ -289,8 +279,10 @@ class Engine:
             if slot is None or slot.view.dtype != p.dtype:  # the next pass makes room for it
                 p.grad = total
                 self._layout = None
+            elif p.grad is None:
+                p.grad = total
             else:
-                p.grad = slot.view.add_(total).detach()
+                slot.view.add_(total)  # where its gradient lies
 
     def _lay_out(self) -> None:
         """Agree on the order of gradients and lay out the buckets; the gradients so far wait in `p.grad`."""

@@ -1,6 +1,7 @@
 """ZeRO: data parallelism whose optimizer is cut among the members, and with stage 2 its gradients too.
 
-    stage 1   end of backward: every member has the mean gradient, as with all-reduce
+    stage 1   end of backward: every member has the mean gradient, as with all-reduce; its memory is free once the
+              script has dropped it (`loans`)
               step(): each member steps the elements that it owns, and all gather the weights
     stage 2   during backward: each gradient is summed on the member that owns it, and freed everywhere (`scattered`)
               step(): as above
@@ -29,6 +30,7 @@ from paceline.codecs import Codec
 from paceline.core.errors import ConfigError
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.cuts import Cuts
+from paceline.strategies.engine import Engine
 from paceline.strategies.hosted import Hosted
 from paceline.strategies.reducers import Auto, LowRank
 from paceline.strategies.scattered import Scattered
@@ -117,6 +119,8 @@ class Zero:
         self._cuts = Cuts(world.group.size, self._sums.bucket_bytes, ranges=not coded)
         if self.stage == 2:
             self._sums.by(functools.partial(Scattered, cuts=self._cuts, hosted=hosts), alone=hosts)
+        else:
+            self._sums.by(functools.partial(Engine, frees=True))
         if self.offload == "optimizer" and not hosts:
             world.tell('zero(offload="optimizer") has no effect: the model is in host memory already')
         elif world.group.size == 1 and not hosts:

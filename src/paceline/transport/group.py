@@ -221,10 +221,14 @@ class Group:
             raise ConfigError(f"reduce_scatter wants a first dimension of {self.size}, got shape {tuple(tensor.shape)}")
         if self.size == 1:
             return tensor[0].clone()
-        flat = flat_of(tensor)
-        out = torch.empty(flat.numel() // self.size, dtype=flat.dtype)
-        (self._local if len(self._hosts) == 1 and self._local else self._everyone()).reduce_scatter(flat, out)
+        out = torch.empty(tensor.numel() // self.size, dtype=tensor.dtype)
+        self.reduce_scatter_into(tensor, out)
         return out.view(tensor.shape[1:]).to(tensor.device)
+
+    def reduce_scatter_into(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into `out`, flat and in host memory, which needs no more memory than that."""
+        lane = self._local if len(self._hosts) == 1 and self._local else self._everyone()
+        lane.reduce_scatter(flat_of(tensor), out)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         """Everyone's tensor becomes the root's, in place."""

@@ -1,9 +1,9 @@
 """Shared memory between the members of one host: everyone reads everyone's segment and writes only its own.
 
 A segment is a memfd, passed by descriptor over the links: it has no name, needs no /dev/shm, and is gone with the last
-process that holds it, a killed one included. Others get it sealed against writing, so a member that was paused and
-comes back can harm nobody. The first page holds counters that only the owner raises; `Lane.wait` waits until the
-others' counters have come far enough.
+process that holds it, a killed one included. Others get a descriptor that is open for reading alone, which the kernel
+maps no other way, so a member that was paused and comes back can harm nobody. The first page holds counters that only
+the owner raises; `Lane.wait` waits until the others' counters have come far enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from paceline.transport.local import Links
 _HEAD = 4096
 _NOTE = 64
 _STRIDE = 16  # words: each counter has a cache line of its own
-_F_SEAL_FUTURE_WRITE = 0x10
 
 POSTED, REDUCED, PUBLISHED, DONE = range(4)
 
@@ -59,17 +58,21 @@ class Segment:
 
     @staticmethod
     def create(nbytes: int) -> tuple[Segment, int]:
-        """A new segment and a descriptor of it to give away; the caller closes the descriptor."""
+        """A new segment and a descriptor of it to give away, for reading; the caller closes the descriptor."""
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, _HEAD + nbytes)  # zeros, taken from memory when first written
-            segment = Segment(os.dup(descriptor), nbytes, own=True)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            # Not sealed against writing: its owner could not give pages back then (`pages`).
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:
             os.close(descriptor)
             raise
-        return segment, descriptor
+        try:
+            return Segment(descriptor, nbytes, own=True), reading
+        except BaseException:
+            os.close(reading)
+            raise
 
 
 class Lane:

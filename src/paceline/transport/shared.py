@@ -217,11 +217,15 @@ class Shared:
             self._rounds(out.numel(), flat.dtype, write, read)
 
     def _sum_row(self, mine: torch.Tensor, addresses: list[int], out: torch.Tensor) -> None:
-        """Add everyone's row of mine, in the order of ranks, piece by piece."""
+        """Add everyone's row of mine, in the order of ranks, piece by piece; `out` may be where mine is."""
         step = _ROW_BYTES // mine.element_size()
         begins = [address - addresses[self._me] + mine.data_ptr() for address in addresses]
         for start in range(0, mine.numel(), step):
             own, into = mine[start : start + step], out[start : start + step]
+            if self.size == 2 and own.data_ptr() != into.data_ptr():  # their order does not matter: no room is needed
+                self._read(1 - self._me, begins[1 - self._me] + start * mine.element_size(), into)
+                into.add_(own)
+                continue
             theirs, total = self._room.view(mine.dtype).view(2, -1)[:, : own.numel()]
             for j in range(self.size):
                 if j != self._me:

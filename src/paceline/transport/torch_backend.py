@@ -180,8 +180,7 @@ class OwnGroup(_Base):  # type: ignore[misc]
         if self._group.size == 1:  # where it lies: a device need not be waited for
             out.view(-1).copy_(mine.reshape(-1))
             return _Done([out])
-        rows = self._group.all_gather(mine)
-        torch.cat([row.reshape(-1) for row in rows], out=out.view(-1))
+        self._group.all_gather_into(mine, out.view(-1))
         return _Done([out])
 
     def allgather_into_tensor_coalesced(
@@ -216,7 +215,11 @@ class OwnGroup(_Base):  # type: ignore[misc]
             whole = self._group.all_reduce(rows.clone(), operation)
             out.copy_(whole[self._group.rank])
             return
-        out.copy_(self._group.reduce_scatter(rows.contiguous()))
+        apart = out.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr()
+        if apart and out.device.type == "cpu" and out.is_contiguous():
+            self._group.reduce_scatter_into(rows, out.view(-1))
+        else:
+            out.copy_(self._group.reduce_scatter(rows.contiguous()))
         if operation == "mean":
             out.div_(self._group.size)
 
