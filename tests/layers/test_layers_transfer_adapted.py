@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -22,6 +23,7 @@ from paceline.layers.transfer import (
     cut,
     features,
     freeze,
+    head,
     load_lora,
     lora,
     merge,
@@ -117,6 +119,8 @@ def test_wrong_adapters_are_told_of(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank=4: a weight of 3x8 takes 1 to 3"):
         lora(model, ["table", "head"], rank=4)
     assert type(model.table) is nn.Embedding
+    with pytest.raises(ConfigError, match=r"rank=2.0: a weight of 3x8 takes 1 to 3"):
+        lora(model, "head", rank=2.0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="alpha=0"):
         lora(model, "head", rank=2, alpha=0)
     for job in (merge, lambda m: save_lora(m, tmp_path / "a")):
@@ -135,6 +139,34 @@ def test_wrong_adapters_are_told_of(tmp_path: Path) -> None:
     model.head.weight = model.encoder.linear1.weight
     with pytest.raises(ConfigError, match=r"shares its weight with 'encoder.linear1'"):
         lora(model, "head")
+
+
+def test_a_file_of_adapters_that_does_not_fit_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    source, model = Words(), Words()
+    lora(source, ["encoder.linear1", "head"], rank=2)
+    save_lora(source, tmp_path / "a")
+    model.head.weight = nn.Parameter(torch.zeros(3, 8))
+    model.extra = nn.Linear(8, 3)
+    model.extra.weight = model.head.weight
+    with pytest.raises(ConfigError, match="'head' shares its weight with 'extra'"):
+        load_lora(model, tmp_path / "a")
+    assert type(model.encoder.linear1) is nn.Linear
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ('{"head": 1.0}', "has no two matrices head.left and head.right that fit"),
+        ("{", "has no adapters of save_lora"),
+        ('["head"]', "has no adapters of save_lora"),
+        ('{"head": "much"}', "has no adapters of save_lora"),
+    ],
+)
+def test_torn_files_of_adapters_are_told_of(about: str, told: str, tmp_path: Path) -> None:
+    save_file({"head.left": torch.zeros(3, 2)}, tmp_path / "a", {"paceline.lora": about})
+    with pytest.raises(ConfigError, match=told):
+        load_lora(Words(), tmp_path / "a")
 
 
 # ---- cut
@@ -286,3 +318,18 @@ def test_a_head_beside_adapters_is_thawed_by_name() -> None:
     unfreeze(model, "head")
     assert model.head.weight.requires_grad
     assert not model.encoder.linear1.base.weight.requires_grad
+
+
+def test_a_layer_with_an_adapter_is_no_head_to_take() -> None:
+    model = Words()
+    lora(model, "head", rank=2)
+    for name in (None, "head"):
+        with pytest.raises(ConfigError, match=r"'head' has an adapter: transfer.merge\(model\) first"):
+            head(model, name, classes=5)
+    with pytest.raises(ConfigError, match=r"'head.base' is not an nn.Linear of the model"):
+        head(model, "head.base", classes=5)
+    merge(model)
+    assert head(model, classes=5).name == "head"
+    lora(model, "encoder", rank=2)
+    assert head(model, classes=4).name == "head"  # below it they may be
+    assert model(ROWS).shape == (6, 4)
