@@ -32,6 +32,7 @@ from paceline.layers.transfer import (
     suggest,
     unfreeze,
 )
+from paceline.layers.transfer.cutting import handed_on
 
 CHEAP = settings(max_examples=30, deadline=None)
 
@@ -284,7 +285,7 @@ def test_what_a_probe_can_tell_apart_is_suggested() -> None:
     assert [probe.cut for probe in told.probes] == ["0", "2", "4"]
     assert told.cut in ("0", "2")
     assert told.freeze == ("0", "2")[: 1 + (told.cut == "2")]
-    assert min(probe.accuracy for probe in told.probes[:2]) > 0.85 > told.probes[2].accuracy
+    assert min(probe.accuracy for probe in told.probes[:2]) > 0.8 > told.probes[2].accuracy
     assert str(told).splitlines()[-1] == f"freeze up to {told.cut}: {', '.join(told.freeze)}"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     freeze(model, *told.freeze)
@@ -292,6 +293,47 @@ def test_what_a_probe_can_tell_apart_is_suggested() -> None:
         suggest(model, TensorDataset(x, x[:, 0]))
     with pytest.raises(ConfigError, match="nowhere to cut"):
         suggest(nn.Sequential(nn.Linear(4, 2)), TensorDataset(x, x[:, 0].long()))
+
+
+class Branched(nn.Module):
+    """Two layers that both read the input, one that reads numbers of words, and a last one by keyword alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.words, self.head = nn.Linear(4, 5), nn.Linear(4, 5), nn.Embedding(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.a(x) + self.b(x) + self.words(torch.zeros(len(x), dtype=torch.long))
+        out: torch.Tensor = self.head(input=mixed)
+        return out
+
+
+def test_a_probe_is_given_what_the_next_layer_gets() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 3))
+    with torch.no_grad():
+        model[2].bias -= 100  # nothing passes the activation behind it
+    x = torch.randn(60, 4)
+    told = suggest(model, TensorDataset(x, (x[:, 0] > 0).long()))
+    assert told.cut == "0"
+    assert told.probes[0].accuracy > 0.75 > told.probes[1].accuracy
+    other = Branched()
+    row = {name: other.get_submodule(name) for name in ("a", "b", "words", "head")}
+    found = handed_on(other, row, x)
+    assert torch.equal(found["a"], other.a(x))
+    assert torch.equal(found["b"], other.b(x))
+    assert found["words"].shape == (60, 5)
+
+
+def test_samples_that_no_probe_can_be_made_of_are_told_of() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(12, 4)
+    with pytest.raises(ConfigError, match="all 12 samples have the label 1: a probe needs at least two classes"):
+        suggest(model, TensorDataset(x, torch.ones(12, dtype=torch.long)))
+    with pytest.raises(ConfigError, match="number the classes"):
+        suggest(model, [(row, "cat") for row in x])  # type: ignore[arg-type]
+    x[3] = float("nan")
+    with pytest.raises(ConfigError, match="what '0' hands on is not finite for some sample"):
+        suggest(model, TensorDataset(x, torch.arange(12) % 2))
 
 
 # ---- fusion
