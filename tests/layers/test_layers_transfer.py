@@ -262,6 +262,25 @@ def test_files_that_are_no_weights_are_told_of(tmp_path: Path) -> None:
         load(Net(), path)
 
 
+def test_a_model_without_values_is_told_of(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    save(nn.Linear(2, 2), tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"weight is on the meta device and holds no values: call model.to_empty"):
+        load(model, tmp_path / "a")
+    with pytest.raises(ConfigError, match="weight is on the meta device"):
+        save(model, tmp_path / "b")
+
+
+def test_garbage_and_directories_are_told_of(tmp_path: Path) -> None:
+    for garbage in (b"\x80\x02.", b"\x80\x02a.", b"\x80\x02R", b"\x80\x02s0000000"):
+        (tmp_path / "a").write_bytes(garbage)
+        with pytest.raises(ConfigError, match=r"is neither safetensors nor a state dict of torch|is refused"):
+            load(nn.Linear(2, 2), tmp_path / "a")
+    with pytest.raises(ConfigError, match="is a directory: name a file in it"):
+        save(nn.Linear(2, 2), tmp_path)
+
+
 def test_a_part_is_saved(tmp_path: Path) -> None:
     model = Net()
     freeze(model, "token", "stem", "plain", "blocks.[01]")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -22,6 +23,7 @@ from paceline.layers.transfer import (
     cut,
     features,
     freeze,
+    head,
     load_lora,
     lora,
     merge,
@@ -30,6 +32,7 @@ from paceline.layers.transfer import (
     suggest,
     unfreeze,
 )
+from paceline.layers.transfer.cutting import handed_on
 
 CHEAP = settings(max_examples=30, deadline=None)
 
@@ -117,6 +120,8 @@ def test_wrong_adapters_are_told_of(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank=4: a weight of 3x8 takes 1 to 3"):
         lora(model, ["table", "head"], rank=4)
     assert type(model.table) is nn.Embedding
+    with pytest.raises(ConfigError, match=r"rank=2.0: a weight of 3x8 takes 1 to 3"):
+        lora(model, "head", rank=2.0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="alpha=0"):
         lora(model, "head", rank=2, alpha=0)
     for job in (merge, lambda m: save_lora(m, tmp_path / "a")):
@@ -135,6 +140,34 @@ def test_wrong_adapters_are_told_of(tmp_path: Path) -> None:
     model.head.weight = model.encoder.linear1.weight
     with pytest.raises(ConfigError, match=r"shares its weight with 'encoder.linear1'"):
         lora(model, "head")
+
+
+def test_a_file_of_adapters_that_does_not_fit_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    source, model = Words(), Words()
+    lora(source, ["encoder.linear1", "head"], rank=2)
+    save_lora(source, tmp_path / "a")
+    model.head.weight = nn.Parameter(torch.zeros(3, 8))
+    model.extra = nn.Linear(8, 3)
+    model.extra.weight = model.head.weight
+    with pytest.raises(ConfigError, match="'head' shares its weight with 'extra'"):
+        load_lora(model, tmp_path / "a")
+    assert type(model.encoder.linear1) is nn.Linear
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ('{"head": 1.0}', "has no two matrices head.left and head.right that fit"),
+        ("{", "has no adapters of save_lora"),
+        ('["head"]', "has no adapters of save_lora"),
+        ('{"head": "much"}', "has no adapters of save_lora"),
+    ],
+)
+def test_torn_files_of_adapters_are_told_of(about: str, told: str, tmp_path: Path) -> None:
+    save_file({"head.left": torch.zeros(3, 2)}, tmp_path / "a", {"paceline.lora": about})
+    with pytest.raises(ConfigError, match=told):
+        load_lora(Words(), tmp_path / "a")
 
 
 # ---- cut
@@ -252,7 +285,7 @@ def test_what_a_probe_can_tell_apart_is_suggested() -> None:
     assert [probe.cut for probe in told.probes] == ["0", "2", "4"]
     assert told.cut in ("0", "2")
     assert told.freeze == ("0", "2")[: 1 + (told.cut == "2")]
-    assert min(probe.accuracy for probe in told.probes[:2]) > 0.85 > told.probes[2].accuracy
+    assert min(probe.accuracy for probe in told.probes[:2]) > 0.8 > told.probes[2].accuracy
     assert str(told).splitlines()[-1] == f"freeze up to {told.cut}: {', '.join(told.freeze)}"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     freeze(model, *told.freeze)
@@ -260,6 +293,47 @@ def test_what_a_probe_can_tell_apart_is_suggested() -> None:
         suggest(model, TensorDataset(x, x[:, 0]))
     with pytest.raises(ConfigError, match="nowhere to cut"):
         suggest(nn.Sequential(nn.Linear(4, 2)), TensorDataset(x, x[:, 0].long()))
+
+
+class Branched(nn.Module):
+    """Two layers that both read the input, one that reads numbers of words, and a last one by keyword alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.words, self.head = nn.Linear(4, 5), nn.Linear(4, 5), nn.Embedding(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.a(x) + self.b(x) + self.words(torch.zeros(len(x), dtype=torch.long))
+        out: torch.Tensor = self.head(input=mixed)
+        return out
+
+
+def test_a_probe_is_given_what_the_next_layer_gets() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 3))
+    with torch.no_grad():
+        model[2].bias -= 100  # nothing passes the activation behind it
+    x = torch.randn(60, 4)
+    told = suggest(model, TensorDataset(x, (x[:, 0] > 0).long()))
+    assert told.cut == "0"
+    assert told.probes[0].accuracy > 0.75 > told.probes[1].accuracy
+    other = Branched()
+    row = {name: other.get_submodule(name) for name in ("a", "b", "words", "head")}
+    found = handed_on(other, row, x)
+    assert torch.equal(found["a"], other.a(x))
+    assert torch.equal(found["b"], other.b(x))
+    assert found["words"].shape == (60, 5)
+
+
+def test_samples_that_no_probe_can_be_made_of_are_told_of() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(12, 4)
+    with pytest.raises(ConfigError, match="all 12 samples have the label 1: a probe needs at least two classes"):
+        suggest(model, TensorDataset(x, torch.ones(12, dtype=torch.long)))
+    with pytest.raises(ConfigError, match="number the classes"):
+        suggest(model, [(row, "cat") for row in x])  # type: ignore[arg-type]
+    x[3] = float("nan")
+    with pytest.raises(ConfigError, match="what '0' hands on is not finite for some sample"):
+        suggest(model, TensorDataset(x, torch.arange(12) % 2))
 
 
 # ---- fusion
@@ -286,3 +360,18 @@ def test_a_head_beside_adapters_is_thawed_by_name() -> None:
     unfreeze(model, "head")
     assert model.head.weight.requires_grad
     assert not model.encoder.linear1.base.weight.requires_grad
+
+
+def test_a_layer_with_an_adapter_is_no_head_to_take() -> None:
+    model = Words()
+    lora(model, "head", rank=2)
+    for name in (None, "head"):
+        with pytest.raises(ConfigError, match=r"'head' has an adapter: transfer.merge\(model\) first"):
+            head(model, name, classes=5)
+    with pytest.raises(ConfigError, match=r"'head.base' is not an nn.Linear of the model"):
+        head(model, "head.base", classes=5)
+    merge(model)
+    assert head(model, classes=5).name == "head"
+    lora(model, "encoder", rank=2)
+    assert head(model, classes=4).name == "head"  # below it they may be
+    assert model(ROWS).shape == (6, 4)

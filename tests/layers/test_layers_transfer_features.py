@@ -58,6 +58,64 @@ def test_what_is_random_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFix
         features(plain, "1", samples(), tmp_path / "other")
 
 
+class Scaled(nn.Module):
+    """A forward pass whose code says more than its modules do."""
+
+    def __init__(self, activation: nn.Module, by: float = 1.0, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+        self.activation, self.dropout, self.by = activation, nn.Dropout(dropout), by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.activation(self.norm(self.layer(x)))) * self.by
+
+
+def test_what_was_computed_otherwise_with_the_same_weights_is_stale(tmp_path: Path) -> None:
+    def kept(body: nn.Module) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(body, nn.Linear(8, 2))
+        for p in body.parameters():
+            nn.init.normal_(p)
+        freeze(model, "0")
+        return features(model, "0", samples(4), tmp_path)[3][0]
+
+    first = kept(Scaled(nn.ReLU()))
+    torch.testing.assert_close(kept(Scaled(nn.ReLU(), dropout=0.3)), first)  # off in what is kept
+    for other in (Scaled(nn.Tanh()), Scaled(nn.LeakyReLU(0.2))):
+        with pytest.raises(ConfigError, match="made by other modules, or by the same with other settings: remove"):
+            kept(other)
+    wide = Scaled(nn.ReLU())
+    wide.norm.eps = 0.5
+    with pytest.raises(ConfigError, match="made by other modules"):
+        kept(wide)
+    for name in ("00", "01"):  # whichever block is there
+        with pytest.raises(ConfigError, match="by another forward pass: '0' now gives other values"):
+            kept(Scaled(nn.ReLU(), by=2.0))
+        (tmp_path / f"features-{name}.safetensors").unlink()
+
+
+def test_samples_that_are_not_a_number_are_kept_as_they_come_out(tmp_path: Path) -> None:
+    data = TensorDataset(torch.full((3, 4), float("nan")), torch.arange(3))
+    model = nn.Sequential(nn.Linear(4, 2)).requires_grad_(False)
+    for _ in range(2):
+        assert features(model, "0", data, tmp_path)[1][0].isnan().all()
+
+
+def test_samples_that_cannot_be_kept_are_told_of(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 2)).requires_grad_(False), torch.zeros(4)
+    for data, told in [
+        ([(x, "cat")] * 9, "sample 0 has a text in it: features keeps tensors and numbers"),
+        ([(x, {"kind": 1})] * 9, "sample 0 has a dict in it"),
+        ([(x, (1, 2))] * 9, "sample 0 has a list in it"),
+        ([(torch.zeros(5), 1)] * 9, r"the model does not take inputs of shape \(1, 5\)"),
+        ([(x, torch.zeros(1 + i)) for i in range(100)], "features cannot be computed or written: .*size"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            features(model, "0", data, tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batch_size=0: at least one"):
+        features(model, "0", samples(), tmp_path, batch_size=0)
+
+
 def test_several_cuts_and_inputs_with_names(tmp_path: Path) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -99,8 +157,11 @@ run = paceline.join()
 torch.manual_seed(seed if seed >= 0 else run.rank)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 transfer.freeze(model, "0")
-kept = transfer.features(model, "1", Counted(), where.replace("MEMBER", str(run.rank)), run=run)
+where = Path(where.replace("MEMBER", str(run.rank)))
+known = any(where.glob("features-*"))
+kept = transfer.features(model, "1", Counted(), where, run=run)
 computed = len(Counted.drawn) - 17  # eight samples twice, and the first once more, for the fingerprint
+computed -= known  # and one to compare with what is there
 _, top = transfer.cut(model, "1")
 optimizer = run.optimizer(torch.optim.SGD(top.parameters(), lr=0.1), top)
 seen = []

@@ -59,6 +59,19 @@ def test_what_is_shared_is_one_thing() -> None:
     assert target.trunk[1].running_mean.dtype == torch.float64
 
 
+def test_numbers_of_another_kind_are_not_shared() -> None:
+    target = Net(3)
+    name = next(name for name, _ in target.named_children())
+    with pytest.raises(ConfigError, match=r"is torch.float64 in the source and torch.float32 in the target"):
+        share(Net(3).double(), target, name)
+
+
+def test_a_name_that_no_module_can_have_is_told_of() -> None:
+    for name in ("a.b", "", "keys"):
+        with pytest.raises(ConfigError, match="becomes part of a parameter's, so it needs another one"):
+            Tasks(nn.Linear(2, 2), {name: nn.Linear(2, 2)})
+
+
 def test_parts_with_other_names_are_shared_by_giving_them() -> None:
     source, target = Net(3), nn.Sequential(Net(3).trunk, nn.Linear(8, 2))
     share(source.trunk, target[0], "*")

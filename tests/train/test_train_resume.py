@@ -153,6 +153,29 @@ def test_resumes_on_another_number_of_members(tmp_path: Path, size: int) -> None
     assert sorted(before + after) == list(range(53))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "every_s", "told"),
+    [
+        ("async", 5.0, True),
+        pytest.param("async", Settings().checkpoint_every_s, False, marks=pytest.mark.slow),
+        ("sync", 5.0, False),
+    ],
+)
+def test_seconds_that_have_no_effect_are_told_of(tmp_path: Path, strategy: str, every_s: float, told: bool) -> None:
+    script = """
+import torch, paceline
+run = paceline.join()
+model = torch.nn.Linear(2, 1)
+run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+for epoch in run.epochs(1):
+    pass
+"""
+    settings = Settings(root=str(tmp_path), name="run", strategy=strategy, checkpoint_every_s=every_s)
+    assert all(member.code == 0 for member in Cluster(2).run(script, settings=settings))
+    events = "".join(path.read_text() for path in (tmp_path / "run").rglob("*.jsonl"))
+    assert (f"checkpoint_every_s={every_s:g} has no effect" in events) == told
+
+
 def test_a_script_that_changed_is_told_so(tmp_path: Path) -> None:
     settings = Settings(root=str(tmp_path), name="run")
     Cluster(1).run(SCRIPT, [json.dumps((0, 1, "epoch"))], settings=settings)
@@ -160,6 +183,11 @@ def test_a_script_that_changed_is_told_so(tmp_path: Path) -> None:
     (member,) = Cluster(1).run(changed, settings=settings)
     assert member.code != 0
     assert "'average' is in the checkpoint only" in member.output
+    inside = SCRIPT.replace("for epoch in run.epochs(3):", "for epoch in run.epochs(3):\n    loader = made()").replace(
+        "loader = run.loader(Noisy(), batch_size=4)", "made = lambda: run.loader(Noisy(), batch_size=4)"
+    )
+    (member,) = Cluster(1).run(inside, settings=settings)
+    assert "or makes it within the loop over run.epochs" in member.output
     other = SCRIPT.replace("torch.nn.Linear(6, 16)", "torch.nn.Linear(6, 8)").replace(
         "torch.zeros(16)", "torch.zeros(8)"
     )

@@ -247,6 +247,16 @@ class Run(Models):
         self._loop.warn_of_untracked()
         for message in left_out(self._models, self._optimizers):
             self._warn(message)
+        apart = isinstance(self._strategy, Served) and not self._strategy.sync and self.size > 1
+        if (apart or self._world.replaces) and self.settings.checkpoint_every_s not in (
+            0,
+            Settings().checkpoint_every_s,
+        ):
+            self._warn(
+                f"checkpoint_every_s={self.settings.checkpoint_every_s:g} has no effect: where workers go their own "
+                "pace or are replaced, they meet between epochs only, and there is a checkpoint at the end of each. "
+                "Make epochs shorter, with run.uploads(limit=...) for example"
+            )
         if first >= count > 0:
             self._warn(f"all {count} epochs are done: nothing is left to train; raise their number, or use --fresh")
         yield from self._loop.epochs(first, count)

@@ -254,8 +254,9 @@ class Saver:
             if (name in shared) != (name in self.parts):
                 where = "the checkpoint" if name in shared else "this script"
                 raise CheckpointError(
-                    f"{name!r} is in {where} only: the script has changed since the checkpoint was written. "
-                    "Bring it back, or start over with --fresh or another --name"
+                    f"{name!r} is in {where} only: the script has changed since the checkpoint was written, or makes "
+                    "it within the loop over run.epochs, where it is not there yet. Make and track everything before "
+                    "the loop, bring back what is gone, or start over with --fresh or another --name"
                 )
         for name, part in self.parts.items():
             try:

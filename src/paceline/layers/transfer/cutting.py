@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,6 +86,43 @@ def outputs(model: nn.Module, names: Mapping[str, nn.Module], x: Any) -> dict[st
     if left := [name for name in names if name not in found]:
         raise ConfigError(f"{left[0]!r} took no part in the model's forward pass")
     return found
+
+
+def handed_on(model: nn.Module, row: Mapping[str, nn.Module], x: Any) -> dict[str, Tensor]:
+    """What each module of the row but the last gives the next one, for one batch: behind an activation, not before.
+
+    Where the next one takes no such input (numbers of words, what the model itself was given, other rows), or no part,
+    it is what the module returns.
+    """
+    names = list(row)
+    out: dict[str, Tensor] = {}
+    given: dict[str, Tensor] = {}
+    own = list(x.values()) if isinstance(x, Mapping) else [x]
+
+    def left(name: str, module: nn.Module, args: Any, value: Any) -> None:
+        if name not in out:
+            out[name] = first_of(value, name).clone()  # a module behind it may change it in place
+
+    def came(name: str, module: nn.Module, args: Any) -> None:
+        value = args[0] if args else None
+        fresh = name in out and name not in given and not any(value is each for each in own)
+        if fresh and isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (rows_of(x),):
+            given[name] = value.clone()
+        if name == names[-2] and len(out) == len(names) - 1:
+            raise _Enough
+
+    hooks = [row[name].register_forward_hook(partial(left, name)) for name in names[:-1]]
+    hooks += [row[after].register_forward_pre_hook(partial(came, name)) for name, after in pairwise(names)]
+    try:
+        call(model, x)
+    except _Enough:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if silent := [name for name in names[:-1] if name not in out]:
+        raise ConfigError(f"{silent[0]!r} took no part in the model's forward pass")
+    return out | given
 
 
 def first_of(out: Any, name: str) -> Tensor:

@@ -80,6 +80,11 @@ def load(
     wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if lazy := [name for name, value in wanted.items() if is_lazy(value)]:
         raise ConfigError(f"{lazy[0]} has no shape yet: pass a batch through the model before loading")
+    if empty := [name for name, value in wanted.items() if value.is_meta]:
+        raise ConfigError(
+            f"{empty[0]} is on the meta device and holds no values: call model.to_empty(device=...) before loading, or "
+            "make the model elsewhere"
+        )
     both = [name for name in wanted if name in found]
     shapes = {name: _difference(wanted[name], found[name]) for name in both}
     places = {wanted[name].data_ptr() for name in both if not shapes[name] and wanted[name].numel()}
@@ -156,7 +161,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             f"{path} is refused: it holds more than tensors, and opening it could run code. Where you trust it, "
             f"load it yourself and write the weights with safetensors.torch.save_file ({str(error).splitlines()[0]})"
         ) from None
-    except (RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
+    except Exception as error:  # garbage may raise anything in the unpickler
         raise ConfigError(f"{path} is neither safetensors nor a state dict of torch: {error}") from None
     return _tensors(state, path)
 
@@ -176,6 +181,11 @@ def _of_checkpoint(directory: Path) -> dict[str, Tensor]:
 
 def write(state: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
     """Write these tensors as one safetensors file, whole or not at all."""
+    target = Path(path)
+    if target.is_dir():
+        raise ConfigError(f"{path} is a directory: name a file in it, such as {target / 'model.safetensors'}")
+    if empty := [name for name, value in state.items() if value.is_meta]:
+        raise ConfigError(f"{empty[0]} is on the meta device and holds no values to write")
     seen: set[int] = set()
     tensors = {}
     for name, value in state.items():
@@ -185,7 +195,6 @@ def write(state: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: M
             flat = flat.clone()
         seen.add(storage.data_ptr())
         tensors[name] = flat
-    target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:

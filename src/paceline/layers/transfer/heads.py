@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
+from paceline.layers.transfer.lora import LoRALinear, adapters
 from paceline.layers.transfer.names import near, owners, replace
 
 
@@ -79,7 +80,14 @@ def _tell(model: nn.Module, before: int, after: int) -> None:
 
 
 def _present(model: nn.Module, name: str | None) -> tuple[str, nn.Linear]:
-    linear = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and n}
+    known = adapters(model)
+    bases = {id(adapter.base) for adapter in known.values()}
+    linear = {n: m for n, m in model.named_modules() if n and type(m) is nn.Linear and id(m) not in bases}
+    row = [n for n, m in model.named_modules() if n in linear or isinstance(m, LoRALinear)]
+    if row and (name or row[-1]) in known:
+        raise ConfigError(
+            f"{name or row[-1]!r} has an adapter: transfer.merge(model) first, or make the head before transfer.lora"
+        )
     if not linear:
         raise ConfigError("the model has no nn.Linear within it whose place another could take")
     if name is None:

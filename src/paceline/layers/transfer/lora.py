@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import safetensors
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class _Adapter(nn.Module):
     def __init__(self, base: Any, rank: int, alpha: float) -> None:
         super().__init__()
         rows, columns = base.weight.shape
-        if not 1 <= rank <= min(rows, columns):
+        if type(rank) is not int or not 1 <= rank <= min(rows, columns):
             raise ConfigError(f"rank={rank}: a weight of {rows}x{columns} takes 1 to {min(rows, columns)}")
         if not (math.isfinite(alpha) and alpha > 0):
             raise ConfigError(f"alpha={alpha}: a number above 0 is wanted")
@@ -124,14 +125,18 @@ def lora(model: nn.Module, patterns: str | Sequence[str], *, rank: int = 8, alph
     for pattern in patterns:
         if not any(name in plain for name in meant(model, [pattern]).modules):
             raise ConfigError(f"{pattern!r} matches no linear layer and no embedding: {near(pattern, plain)}")
-    made = {name: _adapted(model, name, plain[name], rank, alpha) for name in chosen}
+    _put(model, {name: _adapted(model, name, plain[name], rank, alpha) for name in chosen})
+    return chosen
+
+
+def _put(model: nn.Module, made: Mapping[str, _Adapter]) -> None:
+    """All at once, when each is known to fit; what is no adapter is frozen."""
     for name, adapter in made.items():
         replace(model, name, adapter)
     trained = {id(p) for adapter in adapters(model).values() for p in (adapter.left, adapter.right) if p.requires_grad}
     freeze(model, "*")
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
-    return chosen
 
 
 def adapters(model: nn.Module) -> dict[str, _Adapter]:
@@ -166,8 +171,8 @@ def load_lora(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     tensors = read(path)
     try:
         with safetensors.safe_open(path, "pt") as file:
-            alphas: dict[str, float] = json.loads((file.metadata() or {})[_ALPHAS])
-    except (safetensors.SafetensorError, KeyError):
+            alphas = msgspec.json.decode((file.metadata() or {})[_ALPHAS], type=dict[str, float])
+    except (safetensors.SafetensorError, KeyError, msgspec.DecodeError):
         raise ConfigError(f"{path} has no adapters of save_lora; transfer.load reads weights") from None
     known = adapters(model)
     plain = _plain(model)
@@ -177,21 +182,24 @@ def load_lora(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             raise ConfigError(
                 f"{path} has an adapter for {name!r}, no layer of the model: {near(name, [*plain, *known])}"
             )
-        left, right = tensors[f"{name}.left"], tensors[f"{name}.right"]
+        left, right = (tensors.get(f"{name}.{side}", torch.empty(0)) for side in ("left", "right"))
+        if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0]:
+            raise ConfigError(f"{path} has no two matrices {name}.left and {name}.right that fit: it is not whole")
         if (left.shape[0], right.shape[1]) != tuple(base.weight.shape):
             told = f"{left.shape[0]}x{right.shape[1]}"
             raise ConfigError(f"{path}: {name!r} is for a weight of {told}, the model's is {tuple(base.weight.shape)}")
         if name in known and known[name].rank != left.shape[1]:
             raise ConfigError(f"{path}: {name!r} has rank {left.shape[1]}, the model's has {known[name].rank}")
-    if new := [name for name in alphas if name not in known]:
-        for name in new:
-            lora(model, name, rank=tensors[f"{name}.left"].shape[1], alpha=alphas[name])
-    known = adapters(model)
+    ranks = {name: tensors[f"{name}.left"].shape[1] for name in alphas}
+    made = {n: _adapted(model, n, plain[n], ranks[n], alpha) for n, alpha in alphas.items() if n not in known}
+    if made:
+        _put(model, made)
     with torch.no_grad():
-        for name, alpha in alphas.items():
-            known[name].alpha = alpha
-            known[name].left.copy_(tensors[f"{name}.left"])
-            known[name].right.copy_(tensors[f"{name}.right"])
+        for name, adapter in {**known, **made}.items():
+            if name in alphas:
+                adapter.alpha = alphas[name]
+                adapter.left.copy_(tensors[f"{name}.left"])
+                adapter.right.copy_(tensors[f"{name}.right"])
     return list(alphas)
 
 

@@ -61,6 +61,9 @@ def _difference(mine: nn.Module, other: nn.Module) -> str:
             return f"{name} is in one only"
         if getattr(ours[name], "shape", None) != getattr(theirs[name], "shape", None):
             return f"{name} is {_size(ours[name])} in the source and {_size(theirs[name])} in the target"
+        kinds = [getattr(each[name], "dtype", None) for each in (ours, theirs)]
+        if kinds[0] != kinds[1]:
+            return f"{name} is {kinds[0]} in the source and {kinds[1]} in the target"
     if repr(mine) != repr(other):
         first = next((a, b) for a, b in zip(repr(mine).splitlines(), repr(other).splitlines()) if a != b)
         return f"{first[0].strip()} and {first[1].strip()}"

@@ -1,11 +1,12 @@
-"""Where to cut: how well a linear probe on each layer's output already tells the classes apart.
+"""Where to cut: how well a linear probe behind each layer already tells the classes apart.
 
-One pass over the data in eval mode takes the outputs of all layers; images are averaged over a grid of 4x4, sequences
-over their positions. On each, a ridge regression to one-hot labels is solved from two thirds of the samples and tried
-on the others, three times, so that each sample is tried once. What is suggested is to freeze up to the last layer that
-is not worse than the best by more than one standard error of their difference on the same samples: what comes after has
-not helped these classes, and what comes before carries what the probe needs. With few samples that error is large, and
-much is frozen.
+One pass over the data in eval mode takes what each layer hands on to the next one, which is what a part that is trained
+above it would get: behind an activation, which may lose what the layer's own output still has. Images are averaged over
+a grid of 4x4, sequences over their positions. On each, a ridge regression to one-hot labels is solved from two thirds
+of the samples and tried on the others, three times, so that each sample is tried once. What is suggested is to freeze
+up to the last layer that is not worse than the best by more than one standard error of their difference on the same
+samples: what comes after has not helped these classes, and what comes before carries what the probe needs. With few
+samples that error is large, and much is frozen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.errors import ConfigError
-from paceline.layers.transfer.cutting import at_rest, named, outputs, placed
+from paceline.layers.transfer.cutting import at_rest, handed_on, named, placed
 from paceline.layers.transfer.depth import layers
 
 _GRID = 4  # positions of an image each way
@@ -42,31 +43,39 @@ class Suggestion(NamedTuple):
 
 
 def suggest(model: nn.Module, data: Dataset[Any], *, batch_size: int = 256, seed: int = 0) -> Suggestion:
-    """Try a linear probe on every layer but the last, and say what to freeze; the model is left as it is.
+    """Try a linear probe behind every layer but the last, and say what to freeze; the model is left as it is.
 
     Args:
         data: samples with labels, of the new task: some hundred are enough.
     """
     row = [layer.name for layer in layers(model) if layer.name]
-    cuts = {name: named(model, name) for name in row[:-1]}
-    if not cuts:
+    if len(row) < 2:
         raise ConfigError("the model has a single layer with parameters: there is nowhere to cut")
+    modules = {name: named(model, name) for name in row}
     device = next(model.parameters()).device
-    found: dict[str, list[Tensor]] = {name: [] for name in cuts}
+    found: dict[str, list[Tensor]] = {name: [] for name in row[:-1]}
     labels = []
     with at_rest(model):
         for batch in DataLoader(data, batch_size=batch_size):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise ConfigError("suggest wants samples of an input and a label")
             x, y = batch
-            for name, out in outputs(model, cuts, placed(x, device)).items():
+            if not isinstance(y, Tensor):
+                raise ConfigError("suggest wants a number as the label of each sample: number the classes")
+            for name, out in handed_on(model, modules, placed(x, device)).items():
                 found[name].append(_flat(out).cpu().double())
+                if not bool(found[name][-1].isfinite().all()):
+                    raise ConfigError(
+                        f"what {name!r} hands on is not finite for some sample: no probe can be made of it"
+                    )
             labels.append(y)
     y = torch.cat(labels) if labels else torch.empty(0)
     if y.dim() != 1 or y.is_floating_point() or len(y) < 6:
         raise ConfigError(
             f"labels of shape {tuple(y.shape)}, {y.dtype}: whole numbers are wanted, of at least 6 samples"
         )
+    if int(y.min()) == int(y.max()):
+        raise ConfigError(f"all {len(y)} samples have the label {int(y[0])}: a probe needs at least two classes")
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     right = {name: _right(torch.cat(parts), y, order) for name, parts in found.items()}
     probes = tuple(Probe(name, float(each.mean())) for name, each in right.items())

@@ -119,6 +119,9 @@ class Tasks(nn.Module):
         super().__init__()
         if not heads:
             raise ConfigError("Tasks(body, {}): a head for each task is wanted, by name")
+        for name in heads:
+            if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):
+                raise ConfigError(f"the task {name!r}: its name becomes part of a parameter's, so it needs another one")
         self.body = body
         self.heads = nn.ModuleDict(heads)
 
