@@ -70,11 +70,27 @@ def before_and_now(loans: Loans, flat: torch.Tensor) -> tuple[torch.Tensor, torc
     return old, loans.lend(flat)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_a_fork_drops_stays(made: tuple[torch.Tensor, int]) -> None:
+    flat, descriptor = made
+    flat.fill_(3)
+    lent = Loans().lend(flat)
+    child = os.fork()
+    if not child:
+        del lent
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert bool((lent == 3).all())
+    del lent
+    assert taken(descriptor) == 0
+
+
 def test_what_cannot_be_given_back_is_lent_as_it_is() -> None:
     empty = torch.empty(0)
     assert Loans().lend(empty) is empty
-    half = torch.ones(4, dtype=torch.bfloat16)
-    assert torch.equal(Loans().lend(half), half)
+    for dtype in (torch.bfloat16, torch.complex64):
+        small = torch.ones(4, dtype=dtype)
+        assert torch.equal(Loans().lend(small), small)
 
 
 class Wide(nn.Module):
@@ -82,8 +98,11 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.first, self.last = nn.Linear(20, WIDTH), nn.Linear(WIDTH, WIDTH)
+        generator = torch.Generator().manual_seed(1)  # its own: members are threads, and share torch's
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 20)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.first(x).tanh())  # type: ignore[no-any-return]

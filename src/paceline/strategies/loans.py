@@ -11,6 +11,7 @@ Each pass then takes its pages anew, which costs time: it is for strategies whos
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 
@@ -24,6 +25,7 @@ class Loans:
 
     def __init__(self) -> None:
         self._turn = 0
+        self._process = os.getpid()  # a fork of it shares the memory, and what it drops is still held here
         self._lock = threading.Lock()  # the last one may be dropped by any thread
 
     def lend(self, flat: torch.Tensor) -> torch.Tensor:
@@ -41,7 +43,7 @@ class Loans:
 
     def _dropped(self, flat: torch.Tensor, turn: int) -> None:
         # Not blocking: it may run within `recall`, on the same thread; then a pass is about to begin anyway.
-        if self._lock.acquire(blocking=False):
+        if os.getpid() == self._process and self._lock.acquire(blocking=False):
             try:
                 if turn == self._turn:
                     pages.give_back(flat)
