@@ -30,13 +30,13 @@ def main(argv: list[str]) -> int:
     _, rest = parser.split(argv)
     parser.split(rest[2:])  # an unknown option after RUN and SIZE gets the nearest name too
     given = parser.parse_args(argv)
-    size = whole(1)(given.size)
-    if job := runs.waiting(Path(given.root), given.run):
-        asked = engines.queue(job)
-        if isinstance(asked, engines.Remote):
-            print(asked.inside(job, Path(given.run).name, ("scale", str(size))).rstrip())
-            return 0
+    job = runs.waiting(Path(given.root), given.run)
+    asked = engines.queue(job) if job else None
+    if job and isinstance(asked, engines.Remote):
+        print(asked.inside(job, Path(given.run).name, ("scale", str(whole(1)(given.size)))).rstrip())
+        return 0
     known = runs.find(Path(given.root), given.run)
+    size = whole(1)(given.size)
     where = _reach(known)
     print(agent_line.scale(where.address, where.token, size, limit_s=_LIMIT_S))
     return 0
