@@ -14,7 +14,7 @@ from paceline.checkpoint import Coming, Lent, digest
 from paceline.core.errors import Interrupted, TimedOut
 from paceline.transport.channel import Listener, connect
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Slow:
