@@ -285,7 +285,7 @@ def test_what_a_probe_can_tell_apart_is_suggested() -> None:
     assert [probe.cut for probe in told.probes] == ["0", "2", "4"]
     assert told.cut in ("0", "2")
     assert told.freeze == ("0", "2")[: 1 + (told.cut == "2")]
-    assert min(probe.accuracy for probe in told.probes[:2]) > 0.8 > told.probes[2].accuracy
+    assert min(probe.accuracy for probe in told.probes[:2]) >= 0.85 > told.probes[2].accuracy
     assert str(told).splitlines()[-1] == f"freeze up to {told.cut}: {', '.join(told.freeze)}"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     freeze(model, *told.freeze)

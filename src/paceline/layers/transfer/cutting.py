@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import ConfigError
 from paceline.layers.transfer.names import near
@@ -76,6 +77,14 @@ def outputs(model: nn.Module, names: Mapping[str, nn.Module], x: Any) -> dict[st
         return hook
 
     hooks = [module.register_forward_hook(keep(name)) for name, module in names.items()]
+    _watched(model, x, hooks)
+    if left := [name for name in names if name not in found]:
+        raise ConfigError(f"{left[0]!r} took no part in the model's forward pass")
+    return found
+
+
+def _watched(model: nn.Module, x: Any, hooks: Iterable[RemovableHandle]) -> None:
+    """Compute until these have seen enough, and take them away."""
     try:
         call(model, x)
     except _Enough:
@@ -83,9 +92,6 @@ def outputs(model: nn.Module, names: Mapping[str, nn.Module], x: Any) -> dict[st
     finally:
         for hook in hooks:
             hook.remove()
-    if left := [name for name in names if name not in found]:
-        raise ConfigError(f"{left[0]!r} took no part in the model's forward pass")
-    return found
 
 
 def handed_on(model: nn.Module, row: Mapping[str, nn.Module], x: Any) -> dict[str, Tensor]:
@@ -113,13 +119,7 @@ def handed_on(model: nn.Module, row: Mapping[str, nn.Module], x: Any) -> dict[st
 
     hooks = [row[name].register_forward_hook(partial(left, name)) for name in names[:-1]]
     hooks += [row[after].register_forward_pre_hook(partial(came, name)) for name, after in pairwise(names)]
-    try:
-        call(model, x)
-    except _Enough:
-        pass
-    finally:
-        for hook in hooks:
-            hook.remove()
+    _watched(model, x, hooks)
     if silent := [name for name in names[:-1] if name not in out]:
         raise ConfigError(f"{silent[0]!r} took no part in the model's forward pass")
     return out | given
