@@ -215,26 +215,6 @@ def test_hosts_of_a_list_are_used_and_drained_when_they_vanish(start, monkeypatc
     assert [s.kept.of(id)[-1] for id in (0, 1)] == ["done", "done"]
 
 
-def test_a_program_tells_the_hosts(tmp_path):
-    program = tmp_path / "hosts"
-    program.write_text("#!/bin/sh\necho node1 4 gpu,site-a\necho node2\n")
-    program.chmod(0o755)
-    assert posts.read(str(program)) == {"node1": posts.Room(4, ("gpu", "site-a")), "node2": posts.Room(1)}
-    program.write_text("#!/bin/sh\necho no cloud >&2\nexit 3\n")
-    with pytest.raises(ConfigError, match=r"the program ended with .*3: no cloud"):
-        posts.read(str(program))
-    with pytest.raises(ConfigError, match="there is no such file"):
-        posts.read(str(tmp_path / "none"))
-
-
-@pytest.mark.parametrize(
-    "line", ["a b", "a 0", "a 1 2", "a 1 gpu,b/c", "a 1 gpu site", "-oProxyCommand=x 1", "a 1\na 2", "a;b 1", "a -1"]
-)
-def test_what_is_no_host_is_refused_with_its_line(line):
-    with pytest.raises(ConfigError, match=r"^hosts:\d: "):
-        posts.parse(line, "hosts")
-
-
 def test_members_of_a_host_have_places_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import posts, record, seats
+from paceline.launch import record, seats
 from paceline.launch.engines import ssh
 from paceline.launch.secure_shell import SecureShell
 from paceline.launch.spec import JobSpec, Room
@@ -121,6 +121,7 @@ def test_ssh_is_not_installed(place: Place) -> None:
         (("-n", "2", "--hosts", "missing.txt"), "there is no such file"),
         (("-n", "2", "--hosts", "a:1,a:1"), "stands there twice"),
         (("-n", "2", "--hosts", "a:0,b:x"), "is not a host's name"),
+        (("-n", "2", "--hosts", "/dev/null"), "there is no such file"),
     ],
 )
 def test_options_that_do_not_fit(place: Place, options: tuple[str, ...], message: str) -> None:
@@ -132,6 +133,16 @@ def test_options_of_ssh_without_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--sync", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, "it is an option of --on ssh" in done.stderr) == (2, True)
+
+
+def test_a_file_that_names_no_host(place: Place) -> None:
+    (place.folder / "hosts.txt").write_text("# nobody yet\n")
+    for options in (
+        ("-n", "2"),
+        ("-n", "1:2", "--slots", "1", "--listen", "127.0.0.1"),
+        ("-n", "2", "--mesh", "shard=2"),
+    ):
+        assert "hosts.txt': no line of it names a host" in place.refused(*options, "--hosts", "hosts.txt")
 
 
 # ---- what is started
@@ -170,6 +181,18 @@ def test_members_on_two_hosts(place: Place) -> None:
     assert "2 hosts with Python" in done.stderr
     assert "xyzzy" not in done.stderr
     assert sorted(re.findall(r"\[(\d)\] \d 2 yzzyx", place.logs)) == ["0", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_hosts_by_their_ipv6_address(tmp_path: Path) -> None:
+    with servers_of(tmp_path, ("::1",), addresses={"::1": "::1"}) as servers:
+        place = Place(tmp_path / "work", servers)
+        (place.folder / "hosts.txt").write_text("[::1]:2\n")
+        for hosts in ("[::1]:2", "hosts.txt"):
+            done = place.run("-n", "2", "--hosts", hosts)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert sorted(re.findall(r"hello (\d) 2", done.stdout)) == ["0", "1"]
 
 
 @pytest.mark.slow
@@ -323,11 +346,6 @@ def test_a_detached_run_that_cannot_start_says_so(place: Place) -> None:
 
 
 # ---- parts
-
-
-def test_lists_of_hosts() -> None:
-    assert posts.read("a:4,b") == {"a": Room(4), "b": Room(1)}
-    assert posts.read("me@node7:2") == {"me@node7": Room(2)}
 
 
 def test_what_is_said_of_a_failure_that_nobody_knows() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.launch import posts, preflight
+from paceline.launch import listed, preflight
 from paceline.launch.preflight import Preflight, Report
 from paceline.launch.secure_shell import SecureShell
 from paceline.transport.wires import own_address
@@ -15,14 +15,14 @@ from paceline.transport.wires import own_address
 
 def look(hosts: str, way: SecureShell, interface: str = "", port: int = 0) -> Report:
     """All that can be found out; what is wrong is in it too."""
-    rooms = posts.read(hosts)
-    with Preflight(way, list(rooms)) as flight:
+    found = listed.some(hosts)
+    with Preflight(way, list(found)) as flight:
         flight.meet(str(Path.cwd()))
         if flight.report.facts:
             listen = preflight.interface_address(interface) if interface else _towards(way, list(flight.report.facts))
             flight.routes(listen)
             flight.measure(listen, port)
-    slots = {name: room.slots for name, room in rooms.items()}
+    slots = {name: room.slots for name, room in found.items()}
     flight.report.odd += preflight.crowded(flight.report.facts, slots)
     return flight.report
 

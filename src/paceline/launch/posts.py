@@ -8,7 +8,6 @@ go, with the token, on its standard input, and drains when that ends: so it also
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import subprocess
@@ -22,9 +21,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from paceline.core import labels
 from paceline.core.errors import ConfigError
 from paceline.core.lost import how
+from paceline.launch import listed
 from paceline.launch.joined import APART
 from paceline.launch.reach import Reach
 from paceline.launch.spec import Elastic, Room
@@ -36,75 +35,16 @@ if TYPE_CHECKING:
     from paceline.launch.ground import Remote
 
 _LOOK_S = 3.0  # between two readings of the list
-_PROGRAM_LIMIT_S = 30.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0  # before an agent that ended is started again
 _WELL_S = 60.0  # after which it had started well
 _LEAVE_S = 30.0  # for one that drains
 _LAST_WORDS_S = 2.0  # to be read once an agent has ended
-_NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*")
-_FILES = (".txt", ".hosts", ".list", ".conf", ".cfg", ".sh", ".py")
 _MEMBER = re.compile(r"\[ *(\d+)\] (.*)", re.DOTALL)
-
-
-def read(source: str) -> dict[str, Room]:
-    """Hosts by name, as in a:4,b:4, from a file or from what a program prints; ConfigError says what is wrong with it.
-
-    Blank lines and what follows a # do not count; a host without a number has one slot, and without labels none.
-    """
-    path = Path(source)
-    if is_list(source):
-        return _named(source)
-    if not path.is_file():
-        raise ConfigError(f"--hosts {source!r}: there is no such file")
-    if not os.access(path, os.X_OK):
-        return parse(path.read_text(errors="replace"), source)
-    try:
-        done = subprocess.run([path.absolute()], capture_output=True, text=True, timeout=_PROGRAM_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"--hosts {source!r}: the program did not end within {_PROGRAM_LIMIT_S:g} s") from None
-    except OSError as error:
-        raise ConfigError(f"--hosts {source!r}: the program cannot be started: {error.strerror}") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        raise ConfigError(f"--hosts {source!r}: the program ended with {how(done.returncode)}: {last}")
-    return parse(done.stdout, source)
-
-
-def is_list(source: str) -> bool:
-    """Whether hosts are named, and not a file or a program.
-
-    >>> is_list("a:4,b"), is_list("node7"), is_list("hosts.txt"), is_list("./find-hosts")
-    (True, True, False, False)
-    """
-    looks = "/" not in source and Path(source).suffix not in _FILES
-    return looks and not Path(source).is_file()
-
-
-def parse(text: str, source: str) -> dict[str, Room]:
-    """
-    >>> parse("a 4 gpu,site-a  # the large one\\n\\nb\\n", "hosts.txt")
-    {'a': Room(slots=4, labels=('gpu', 'site-a')), 'b': Room(slots=1, labels=())}
-    """
-    found: dict[str, Room] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        slots = words[1] if len(words) > 1 else "1"
-        if len(words) > 3 or not _NAME.fullmatch(words[0]) or not slots.isdecimal() or not 0 < int(slots) <= 10_000:
-            raise ConfigError(
-                f"{source}:{number}: {line.strip()!r} is not a host's name, slots and labels, as in 'node7 4' or "
-                "'node7 4 gpu,site-a'"
-            )
-        if words[0] in found:
-            raise ConfigError(f"{source}:{number}: host {words[0]!r} stands there twice")
-        found[words[0]] = Room(int(slots), labels.parse(words[2] if len(words) > 2 else "", f"{source}:{number}"))
-    return found
 
 
 def reachable(source: str) -> str:
     """The address of this host on the way to the first of the hosts."""
-    for name in read(source):
+    for name in listed.some(source):
         with contextlib.suppress(ConfigError):
             address = own_address(name.rpartition("@")[2])
             if not is_loopback(address):
@@ -205,7 +145,7 @@ class Posts:
 
     def _list(self) -> dict[str, Room]:
         ground = self._elastic.ground
-        return dict(ground.hosts()) if ground else read(self._elastic.hosts)
+        return dict(ground.hosts()) if ground else listed.read(self._elastic.hosts)
 
     def _turn(self, name: str, post: _Post, now: float) -> None:
         wanted = self._wanted.get(name) == post.room
@@ -294,23 +234,6 @@ class Posts:
                 elif text:
                     apart = apart or APART in text
                     self._say(f"host {name}: {text.removeprefix('paceline: ')}")
-
-
-def _named(source: str) -> dict[str, Room]:
-    """Hosts that are named, as in a:4,b."""
-    found: dict[str, Room] = {}
-    for word in source.split(","):
-        name, colon, count = word.strip().rpartition(":")
-        name, slots = (name, count) if colon and count.isdecimal() else (word.strip(), "1")
-        if not _NAME.fullmatch(name) or not 0 < int(slots) <= 10_000:
-            raise ConfigError(
-                f"--hosts {source!r}: {word!r} is not a host's name and its slots, as in a:4; hosts are separated by "
-                "commas"
-            )
-        if name in found:
-            raise ConfigError(f"--hosts {source!r}: host {name!r} stands there twice")
-        found[name] = Room(int(slots))
-    return found
 
 
 def _end_input(post: _Post) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.launch import listed
 
 _NOT = (".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 _LIMIT_S = 600.0
@@ -48,7 +49,7 @@ def send(
     if not made and rsync and shutil.which("rsync"):
         given = b"\0".join(os.fsencode(name) for name in names)
         command = ["rsync", "-a", "--from0", "--files-from=-", "--protect-args", "-e", shlex.join(ssh)]
-        said = _run([*command, f"{cwd}/", f"{host}:{to}/"], given)
+        said = _run([*command, f"{cwd}/", f"{listed.bracketed(host)}:{to}/"], given)
     else:
         said = made or _archive([*ssh, host, f"tar -xzf - -C {folder}"], cwd, names)
     if said:

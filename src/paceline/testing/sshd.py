@@ -21,6 +21,7 @@ from paceline.core.errors import ConfigError, PacelineError
 
 _LIMIT_S = 20.0
 _LOOPBACK = "127.0.0.1"
+_LOOPBACKS = (_LOOPBACK, "::1")
 _SERVER = """\
 Port {port}
 ListenAddress {address}
@@ -96,7 +97,7 @@ class Sshd:
         clients, known = [], []
         for name, address in self._addresses.items():
             _key(self.dir / f"host-{name}")
-            self.ports[name] = port = _free_port(address) if address == _LOOPBACK else 22
+            self.ports[name] = port = _free_port(address) if address in _LOOPBACKS else 22
             own = {"folder": self.dir, "name": name, "address": address, "port": port}
             (self.dir / f"sshd-{name}").write_text(_SERVER.format(more=self._more.get(name, ""), **own))
             clients.append(_CLIENT.format(**own))
@@ -147,7 +148,7 @@ def _key(path: Path) -> None:
 
 
 def _free_port(address: str) -> int:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.environment import crowd
-from paceline.launch import posts, preview
+from paceline.launch import listed, posts, preview
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.local import Local, LocalJob
@@ -38,7 +38,7 @@ class Engine:
         if not elastic or not elastic.hosts:
             return spec
         if elastic.listen:
-            posts.read(elastic.hosts)
+            listed.read(elastic.hosts)
             return spec
         return replace(spec, elastic=replace(elastic, listen=posts.reachable(elastic.hosts)))
 

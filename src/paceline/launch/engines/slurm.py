@@ -24,7 +24,7 @@ from paceline.core.directory import make_directory, new_name, write_private
 from paceline.core.errors import ConfigError
 from paceline.environment import hostlist
 from paceline.environment.slurm import in_step
-from paceline.launch import batch, held, jobs, posts, preflight, preview, ready, seats
+from paceline.launch import batch, held, jobs, listed, preflight, preview, ready, seats
 from paceline.launch import script as scripts
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown, Submitted
@@ -237,7 +237,7 @@ def _of(spec: JobSpec) -> tuple[Elastic | Away, Steps | None, Mapping[str, Room]
     if asked.way is None:
         return asked, None, {}
     assert isinstance(asked.way, Steps)
-    return asked, asked.way, asked.rooms if isinstance(asked, Away) else posts.read(asked.hosts)
+    return asked, asked.way, asked.rooms if isinstance(asked, Away) else listed.read(asked.hosts)
 
 
 def _enough(least: int, own: int, slots: dict[str, int]) -> dict[str, int]:

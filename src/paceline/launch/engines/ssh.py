@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.environment.paceline import VARIABLES
-from paceline.launch import posts, preflight, preview, ready, seats, sync
+from paceline.launch import listed, preflight, preview, ready, seats, sync
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.local import Local, LocalJob
@@ -58,8 +58,8 @@ class Engine:
         if elastic.start_on != Elastic.start_on:
             raise ConfigError("--start-on does not go with --on ssh: say what is called with --ssh, or leave --on out")
         rooms = _rooms(elastic.hosts, elastic.most - (elastic.slots or 0))
-        if posts.is_list(elastic.hosts):
-            elastic = replace(elastic, hosts=",".join(f"{name}:{room.slots}" for name, room in rooms.items()))
+        if listed.is_list(elastic.hosts):
+            elastic = replace(elastic, hosts=listed.text(rooms))
         _check_slots(elastic.least, elastic.own_slots, rooms)
         way = self._way(spec)
         return replace(spec, elastic=replace(elastic, way=way, listen=self._listen(elastic.listen, way, rooms)))
@@ -127,15 +127,15 @@ def _of(spec: JobSpec) -> tuple[Elastic | Away, SecureShell, Mapping[str, Room]]
     asked = spec.elastic or spec.away
     assert asked
     assert isinstance(asked.way, SecureShell), "prepare it first"
-    return asked, asked.way, asked.rooms if isinstance(asked, Away) else posts.read(asked.hosts)
+    return asked, asked.way, asked.rooms if isinstance(asked, Away) else listed.read(asked.hosts)
 
 
 def _rooms(hosts: str, members: int) -> dict[str, Room]:
     """What the hosts have; those that are named without a number, as many slots each as are needed."""
     if not hosts:
         raise ConfigError("which hosts? --on ssh --hosts a:4,b:4, or a file with a name and its slots in each line")
-    rooms = posts.read(hosts)
-    if ":" in hosts or not posts.is_list(hosts):
+    rooms = listed.some(hosts)
+    if listed.numbered(hosts):
         return rooms
     each = max(1, math.ceil(members / len(rooms)))
     return {name: Room(each, room.labels) for name, room in rooms.items()}

@@ -1,0 +1,77 @@
+"""Hosts as they are written: on the command line, in files, and by programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.launch import listed
+from paceline.launch.spec import Room
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("a:4,b", {"a": Room(4), "b": Room(1)}),
+        ("me@node7:2", {"me@node7": Room(2)}),
+        ("[::1]:2, 2001:db8::7", {"::1": Room(2), "2001:db8::7": Room(1)}),
+        ("me@[2001:db8::7]:3,fe80::1%eth0", {"me@2001:db8::7": Room(3), "fe80::1%eth0": Room(1)}),
+    ],
+)
+def test_lists_of_hosts(source, found):
+    assert listed.read(source) == found
+    assert listed.read(listed.text(found)) == found
+
+
+def test_a_file_of_hosts(tmp_path):
+    """As on the command line, or in columns; with comments and blank lines."""
+    file = tmp_path / "hosts.txt"
+    file.write_text("# ours\n\na:2\nb 4 gpu,site-a  # large\r\n[::1]:2 gpu\n  2001:db8::7 3\nc:1 \n")
+    assert listed.read(str(file)) == {
+        "a": Room(2),
+        "b": Room(4, ("gpu", "site-a")),
+        "::1": Room(2, ("gpu",)),
+        "2001:db8::7": Room(3),
+        "c": Room(1),
+    }
+
+
+def test_a_program_tells_the_hosts(tmp_path):
+    program = tmp_path / "hosts"
+    program.write_text("#!/bin/sh\necho node1 4 gpu,site-a\necho node2\n")
+    program.chmod(0o755)
+    assert listed.read(str(program)) == {"node1": Room(4, ("gpu", "site-a")), "node2": Room(1)}
+    program.write_text("#!/bin/sh\necho no cloud >&2\nexit 3\n")
+    with pytest.raises(ConfigError, match=r"the program ended with .*3: no cloud"):
+        listed.read(str(program))
+    with pytest.raises(ConfigError, match="there is no such file"):
+        listed.read(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("a b", "a 0", "a 1 2", "a 1 gpu,b/c", "a 1 gpu site", "-oProxyCommand=x 1", "a 1\na 2", "a;b 1", "a -1"),
+        *("a:x", "a:", "a:0", "a:1 2", ":2", "@a", "-me@a", "[a]:2", "[::1", "[::1]2", "[::1]:", "a:1:2", "::1:g"),
+        *("[::1]:2\n::1", "fe80::1", "me@[fe80::1]:2"),
+    ],
+)
+def test_what_is_no_host_is_refused_with_its_line(line):
+    with pytest.raises(ConfigError, match=r"^hosts:\d: "):
+        listed.parse(line, "hosts")
+
+
+def test_what_to_write_instead():
+    with pytest.raises(ConfigError, match=r"^hosts:1: 'a:1:2' is not a host's name.*as in \[2001:db8::1\]:4$"):
+        listed.parse("a:1:2", "hosts")
+    with pytest.raises(ConfigError, match=r"^hosts:2: fe80::1 is an address of one link only.* fe80::1%eth0"):
+        listed.parse("a\nfe80::1", "hosts")
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# nobody today\n\n"])
+def test_a_file_without_a_host(text, tmp_path):
+    file = tmp_path / "hosts.txt"
+    file.write_text(text)
+    assert listed.read(str(file)) == {}  # while a run lasts, that is no error
+    with pytest.raises(ConfigError, match=r"hosts.txt': no line of it names a host; write a name and its slots"):
+        listed.some(str(file))
