@@ -376,6 +376,64 @@ def test_a_function_is_needed():
         paceline.launch(print)
 
 
+class OnlyThere:
+    """What a member can make, and whoever waits for it cannot."""
+
+    def __reduce__(self):
+        return _made, ()
+
+
+class OnlyThereError(RuntimeError):
+    def __reduce__(self):
+        return _made, ()
+
+
+def _made():
+    if "PACELINE_RANK" not in os.environ:
+        raise ConfigError("no such thing here")
+    return OnlyThereError("made")
+
+
+def test_a_result_that_cannot_be_made_here():
+    """Neither what pickle says of it, nor where in us that was."""
+    with pytest.raises(MemberFailed) as failed:
+        paceline.launch(lambda: (7, OnlyThere()) if rank() else 1, workers=2)
+    assert failed.value.rank == 1
+    said = str(failed.value)
+    assert said.startswith(
+        "what member 1 of 2 returned, a tuple of int and OnlyThere, cannot be made again here: ConfigError: no such "
+        "thing here ("
+    )
+    assert f"{__file__}, line " in said
+    assert said.endswith("; return plain values, arrays or tensors")
+    assert failed.value.__cause__ is failed.value.__context__ is None
+
+
+def test_a_result_of_a_module_that_only_members_find(here):
+    (here / "there").mkdir()
+    (here / "there/apart.py").write_text("class Thing:\n    pass\n")
+
+    def work():
+        sys.path.append("there")
+        import apart
+
+        return apart.Thing()
+
+    message = (
+        "member 0 of 1 returned, a Thing, cannot be made again here: ModuleNotFoundError: No module named 'apart'; "
+    )
+    with pytest.raises(MemberFailed, match=message):
+        paceline.launch(work, workers=1)
+
+
+def test_an_error_that_cannot_be_made_here():
+    def fail():
+        raise OnlyThereError("which")
+
+    with pytest.raises(MemberFailed, match=r"(?s)member 0 of 1 failed \(.*in fail.*OnlyThereError: which"):
+        paceline.launch(fail, workers=1)
+
+
 # ---- what is read is ours
 
 

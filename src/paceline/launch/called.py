@@ -33,13 +33,6 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
 
 
-class Failure(NamedTuple):
-    """What ended a member."""
-
-    text: str  # its traceback
-    error: BaseException | None  # None: it cannot be sent
-
-
 def main(folder: str) -> None:
     """Call the function as this member."""
     here, rank = Path(folder), os.environ["PACELINE_RANK"]
@@ -49,10 +42,10 @@ def main(folder: str) -> None:
         call = parcels.read(here / "call")
         result = call.fn(*call.args)
         try:
-            parcels.write(here / f"result-{rank}", result)
+            parcels.write(here / f"result-{rank}", result, about=kind_of(result))
         except Exception as error:
             raise TypeError(
-                f"what member {rank} returned, a {type(result).__name__}, cannot be sent back: {error}; return plain "
+                f"what member {rank} returned, {kind_of(result)}, cannot be sent back: {error}; return plain "
                 "values, arrays or tensors"
             ) from error
     except Exception as error:
@@ -68,14 +61,27 @@ def cells() -> dict[str, list[str]]:
     return {name: entry[2] for name, entry in known.items() if entry[1] is None and not os.path.exists(name)}
 
 
+def kind_of(value: Any) -> str:
+    """Its type, and those of what a tuple, a list or a dict holds, in words.
+
+    >>> kind_of((1, [2.0, b""])), kind_of({})
+    ('a tuple of int and list', 'a dict')
+    """
+    name = type(value).__name__
+    name = f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    kinds = list(dict.fromkeys(type(each).__name__ for each in held))
+    return name + (" of " + " and ".join(kinds[:3]) if kinds else "") + (" and others" if len(kinds) > 3 else "")
+
+
 def _tell(path: Path, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     try:
-        parcels.write(path, Failure(text, error))
+        parcels.write(path, error, about=text)
         parcels.read(path)  # some can be pickled, and not be made again
     except Exception:
         path.unlink(missing_ok=True)
-        parcels.write(path, Failure(text, None))
+        parcels.write(path, None, about=text)
 
 
 def _own(trace: TracebackType | None) -> TracebackType | None:

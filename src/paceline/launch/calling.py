@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.core import mesh
+from paceline.core import loading, mesh
 from paceline.core.errors import ConfigError, MemberFailed, TimedOut
 from paceline.core.lost import was
 from paceline.core.settings import Settings
@@ -173,19 +173,36 @@ def _results(outcome: Outcome, job: LocalJob | ElasticJob, folder: Path, workers
                 text = f"member {ended.rank} of {workers} ended without a result: did it call sys.exit()?"
                 raise MemberFailed(text, ended.rank)
     if first is None:
-        return [parcels.read(file) for file in files]
+        return [_returned(file, rank, workers) for rank, file in enumerate(files)]
     rank, log = first.rank, job.logs()[first.rank]
     who = f"member {rank} of {workers}" if rank < workers else f"server {rank - workers}"
     if not (folder / f"failure-{rank}").exists():
         last = "".join(f"\n  {clean(line, colours=False)}" for line in first.tail)
         said = f"; its last lines:{last}" if last else "; it had printed nothing"
         raise MemberFailed(f"{who} {was(first.how)} after {first.seconds:.1f} s ({log}){said}", rank)
-    failure = parcels.read(folder / f"failure-{rank}")
-    cause = MemberFailed(f"{who} failed ({log}):\n\n{failure.text}", rank)
-    if failure.error is None:
+    cause = MemberFailed(f"{who} failed ({log}):\n\n{parcels.about(folder / f'failure-{rank}')}", rank)
+    try:
+        error = parcels.read(folder / f"failure-{rank}")
+    except Exception:  # it can be made there, and not here
+        error = None
+    if error is None:  # its text says all
         raise cause
-    failure.error.add_note(f"raised by {who}; its traceback is above, its whole output in {log}")
-    raise failure.error from cause
+    error.add_note(f"raised by {who}; its traceback is above, its whole output in {log}")
+    raise error from cause
+
+
+def _returned(file: Path, rank: int, workers: int) -> Any:
+    kind = parcels.about(file)
+    try:
+        return parcels.read(file)
+    except Exception as error:
+        at = loading.where(error)
+        by = "" if at.startswith(parcels.__file__) else f" ({at})"
+        text = (
+            f"what member {rank} of {workers} returned, {kind}, cannot be made again here: {type(error).__name__}: "
+            f"{error}{by}; return plain values, arrays or tensors"
+        )
+    raise MemberFailed(text, rank)
 
 
 def _name(fn: Callable[..., Any]) -> str:

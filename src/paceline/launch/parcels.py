@@ -11,18 +11,19 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import cloudpickle
 
 from paceline.core.errors import PacelineError
 
 
-def write(path: Path, value: Any) -> None:
-    """All of it or nothing, for the owner's eyes."""
+def write(path: Path, value: Any, about: str = "") -> None:
+    """All of it or nothing, for the owner's eyes; `about` can be read also where the value cannot."""
     part = path.with_name(f".{path.name}")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            pickle.dump(about, file)
             cloudpickle.dump(value, file)
         part.replace(path)
     finally:
@@ -31,8 +32,21 @@ def write(path: Path, value: Any) -> None:
 
 def read(path: Path) -> Any:
     """What was written; refused if anybody else could have written it."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        for about in (os.fstat(file.fileno()), os.stat(path.parent)):
-            if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-                raise PacelineError(f"{path} is not private to this user, and is not read")
-        return pickle.load(file)  # noqa: S301  (see above)
+    with _opened(path) as file:
+        pickle.load(file)  # noqa: S301  (see above)
+        return pickle.load(file)  # noqa: S301
+
+
+def about(path: Path) -> str:
+    """What was written about it."""
+    with _opened(path) as file:
+        return str(pickle.load(file))  # noqa: S301
+
+
+def _opened(path: Path) -> BinaryIO:
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+    for stat in (os.fstat(file.fileno()), os.stat(path.parent)):
+        if stat.st_uid != os.geteuid() or stat.st_mode & 0o077:
+            file.close()
+            raise PacelineError(f"{path} is not private to this user, and is not read")
+    return file
