@@ -28,6 +28,7 @@ def test_each_engine_keeps_the_contract(name: str) -> None:
     for method in ("prepare", "preview", "check", "start"):
         assert callable(getattr(made, method))
     assert isinstance(made.spreads, bool)
+    assert not (made.spreads and made.stays)
 
 
 @pytest.mark.parametrize("name", engines.ENGINES)
@@ -51,6 +52,61 @@ def test_an_unknown_engine_is_named_with_the_nearest(tmp_path: Path) -> None:
     done = run("run", "-n", "2", "--on", "lokal", "train.py", cwd=tmp_path)
     assert done.returncode == 2
     assert "--on 'lokal' is not an engine: did you mean 'local'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--on", "slrum", "--partition", "main", "train.py"),
+        ("--partition=main", "--on=slrum", "train.py"),
+        ("recipe.toml",),
+        ("recipe.toml", "--set", "partition=main"),
+    ],
+)
+def test_an_unknown_engine_is_told_before_its_options(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('script = "train.py"\nmembers = 2\npartition = "main"\non = "slrum"\n')
+    done = run("run", "-n", "2", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "paceline: error: --on 'slrum' is not an engine: did you mean 'slurm'?\n"
+
+
+def test_a_key_of_another_engine_says_whose_it_is(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('script = "train.py"\nmembers = 2\npartition = "main"\n')
+    done = run("run", "recipe.toml", cwd=tmp_path)
+    assert "recipe.toml, line 3: unknown key 'partition': it is an option of --on slurm" in done.stderr
+
+
+@pytest.mark.parametrize("more", [(), ("--strategy", "async"), ("--mesh", "shard=2")])
+@pytest.mark.parametrize(
+    ("engine", "hosts", "advice"),
+    [
+        ("mpi", "a:2,b:2", '--mpirun "mpirun --host a:2,b:2", or --hostfile FILE there; over ssh, without MPI, leave'),
+        ("mpi", "hosts.txt", '--mpirun "mpirun --host a:4,b:4", or --hostfile FILE there'),
+        ("local", "a:2,b:2", "leave --on out, since --hosts alone is --on ssh, or leave --hosts out"),
+    ],
+)
+def test_hosts_for_an_engine_that_takes_none(
+    engine: str, hosts: str, advice: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    for members in ("4", "2:4"):
+        done = run("run", "-n", members, "--on", engine, "--hosts", hosts, *more, "train.py", cwd=tmp_path)
+        assert done.returncode == 2
+        assert f"--hosts {hosts} with --on {engine}: " in done.stderr
+        assert advice in done.stderr
+
+
+def test_a_command_of_the_users_goes_with_local(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = ("--hosts", "localhost", "--listen", "127.0.0.1", "--start-on", "env H={host}", "--dry-run", "train.py")
+    done = run("run", "-n", "1:2", "--on", "local", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_members_that_cannot_come_and_go_are_not_advised_to(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = run("run", "-n", "2", "--on", "mpi", "--slots", "1", "train.py", cwd=tmp_path)
+    assert "--slots does not go with --on mpi: mpirun ends all ranks when one is lost" in done.stderr
 
 
 def test_what_follows_the_script_is_not_an_engine(tmp_path: Path) -> None:

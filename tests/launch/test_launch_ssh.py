@@ -87,6 +87,18 @@ def test_a_host_without_that_python(place: Place) -> None:
     assert "--python PATH" in said
 
 
+def test_a_login_that_is_refused_in_words_on_the_output(tmp_path: Path) -> None:
+    """As nologin does it, also behind a banner, which goes to the other stream."""
+    (tmp_path / "banner").write_text("Property of nobody\n")
+    refuse = "ForceCommand echo This account is currently not available.; exit 1"
+    more = {"a": refuse, "b": f"{refuse}\nBanner {tmp_path}/banner"}
+    with servers_of(tmp_path, more=more) as servers:
+        said = Place(tmp_path / "work", servers).refused(*HOSTS)
+    assert "host a: This account is currently not available. (tried ssh -F" in said
+    assert "host b: This account is currently not available.; Property of nobody (tried ssh -F" in said
+    assert said.count(", exit code 1)") == 2
+
+
 def test_a_port_that_is_in_use(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -351,6 +363,8 @@ def test_a_detached_run_that_cannot_start_says_so(place: Place) -> None:
 def test_what_is_said_of_a_failure_that_nobody_knows() -> None:
     way = SecureShell(python="python3")
     assert way.why("a", 255, "something new\n") == "host a: something new (tried ssh a, exit code 255)"
+    assert way.why("a", 255, "closed\n", "hello\n") == "host a: closed (tried ssh a, exit code 255)"
+    assert way.why("a", 3, "banner\n", "hi\nnot you\n") == "host a: not you; banner (tried ssh a, exit code 3)"
 
 
 def test_what_goes_along_by_itself() -> None:

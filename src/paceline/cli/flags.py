@@ -172,7 +172,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are ours, and which says which option was meant."""
 
     def __init__(self, *, elsewhere: Callable[[str], str] = lambda option: "", **kwargs: Any) -> None:
-        self._elsewhere = elsewhere  # where an option that is not known here would be
+        self.elsewhere = elsewhere  # where an option that is not known here would be
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
         self.takes_value: dict[str, bool] = {"-h": False, "--help": False}
         self.keys: dict[str, Option] = {}  # what a recipe may hold, by the name that the value has in a Namespace
@@ -229,9 +229,7 @@ class Parser(argparse.ArgumentParser):
                 break
             name = word.partition("=")[0] if word.startswith("--") else word[:2]
             if name not in self.takes_value:
-                raise ConfigError(
-                    f"unknown option {name!r}: {self._elsewhere(name) or nearest(name, self.takes_value)}"
-                )
+                raise ConfigError(f"unknown option {name!r}: {self.elsewhere(name) or nearest(name, self.takes_value)}")
             alone = word == name
             i += 2 if self.takes_value[name] and alone else 1
         return argv[:i], argv[i:]

@@ -171,7 +171,7 @@ def check(parser: Parser, table: Table, where: Callable[[str], str]) -> None:
     """ConfigError where a key is unknown, or a value is not what its option takes."""
     for key, value in table.items():
         if key not in parser.keys and key not in _WHAT:
-            raise ConfigError(f"{where(key)}: unknown key {key!r}: {nearest(key, [*parser.keys, *_WHAT])}")
+            raise ConfigError(f"{where(key)}: unknown key {key!r}: {_instead(parser, key)}")
         shown = f"{where(key)}: {key} = {toml.shown(value)}"
         if wanted := _wanted(parser.keys.get(key), key, value):
             raise ConfigError(f"{shown}: expected {wanted}")
@@ -187,6 +187,12 @@ def check(parser: Parser, table: Table, where: Callable[[str], str]) -> None:
         raise ConfigError(f'{where("")}: which script? Write script = "train.py", or module = "package.train"')
     if is_recipe(str(table.get("script", ""))):
         raise ConfigError(f"{where('script')}: script = {table['script']!r} is a recipe itself: name the script to run")
+
+
+def _instead(parser: Parser, key: str) -> str:
+    """Of a key that is not known."""
+    option = "--" + key.replace("_", "-")
+    return parser.elsewhere(option) or nearest(key, [*parser.keys, *_WHAT])
 
 
 def _wanted(option: Option | None, key: str, value: Any) -> str:
@@ -285,7 +291,7 @@ def _with_changes(parser: Parser, written: _Written, given: Namespace) -> Table:
         if not equals or not key:
             raise ConfigError(f"--set {text}: write KEY=VALUE, such as seed=3 or args.lr=0.1")
         if key not in parser.keys and key not in _WHAT:
-            raise ConfigError(f"--set {text}: unknown key {key!r}: {nearest(key, [*parser.keys, *_WHAT])}")
+            raise ConfigError(f"--set {text}: unknown key {key!r}: {_instead(parser, key)}")
         if parts and key != "args":
             raise ConfigError(f"--set {text}: {key} has no parts; only args has, as in args.lr=0.1")
         if getattr(given, key, None) not in (None, False) and key in parser.keys:

@@ -18,7 +18,7 @@ from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, 
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
 from paceline.core.settings import Settings
-from paceline.launch import beforehand, cores, engines, held, servers
+from paceline.launch import beforehand, cores, engines, held, listed, servers
 from paceline.launch.detach import Left, leave_terminal
 from paceline.launch.elastic import DRAIN_S
 from paceline.launch.engines import Engine, Seating, Shown, Submitted
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
 def _asked(argv: list[str]) -> tuple[Namespace, Engine, JobSpec, recipes.Table]:
     """What the command line and its recipe ask for, by which engine, and both as a recipe."""
-    given, rest, recipe = recipes.resolve(lambda words: _parser(_named(words)), argv)
+    given, rest, recipe = recipes.resolve(lambda words: _parser(*_named(words)), argv)
     given.on = given.on or ("ssh" if given.hosts and not given.start_on else "local")
     if given.members is None:
         raise ConfigError(_no_members(rest))
@@ -87,21 +87,24 @@ def _asked(argv: list[str]) -> tuple[Namespace, Engine, JobSpec, recipes.Table]:
     return given, engine, _spec(given, rest, engine), recipe
 
 
-def _named(argv: list[str]) -> str:
-    """The engine that --on names: which other options there are depends on it."""
+def _named(argv: list[str]) -> tuple[str, str]:
+    """The engine that --on names: which other options there are depends on it; and what it says, if that is none."""
     hosts = command = False
+    wrong = ""
     for option, value in zip(argv, [*argv[1:], ""]):
         if option in ("-m", "--") or (option.endswith(_SCRIPTS) and not option.startswith("--")):
             break
         hosts = hosts or option.startswith("--hosts")
         command = command or option.startswith("--start-on")
         name = value if option == "--on" else option.removeprefix("--on=")
-        if name in engines.ENGINES and option.startswith("--on"):
-            return name
-    return "ssh" if hosts and not command else "local"
+        if option == "--on" or option.startswith("--on="):
+            if name in engines.ENGINES:
+                return name, ""
+            wrong = wrong or name
+    return "ssh" if hosts and not command else "local", wrong
 
 
-def _parser(on: str = "local") -> Parser:
+def _parser(on: str = "local", wrong: str = "") -> Parser:
     parser = Parser(
         prog="paceline run",
         usage="paceline run -n N [options] script.py [arguments of the script]\n"
@@ -109,7 +112,7 @@ def _parser(on: str = "local") -> Parser:
         "       paceline run --again RUN [--set KEY=VALUE] [options]",
         description="Train a script on N members of this host; with -n MIN:MAX, members may come and go.",
         epilog=_EPILOG,
-        elsewhere=_elsewhere,
+        elsewhere=lambda option: _elsewhere(option, wrong),
     )
     parser.option(
         "-n", "--members", parse=size, metavar="N", help="how many members to start; MIN:MAX: they may come and go"
@@ -149,8 +152,11 @@ def _parser(on: str = "local") -> Parser:
     return parser
 
 
-def _elsewhere(option: str) -> str:
-    """Of an option that is not known: the engine that has it."""
+def _elsewhere(option: str, wrong: str) -> str:
+    """Of an option that is not known: the engine that has it. `wrong`: no engine, but named as one, which comes first,
+    since the option may well be of the one that was meant."""
+    if wrong:
+        engines.load(wrong)
     name = engines.owner(option)
     return f"it is an option of --on {name}" if name else ""
 
@@ -169,6 +175,9 @@ def _spec(given: Namespace, rest: list[str], engine: Engine) -> JobSpec:
         raise ConfigError(
             f"which {what}? paceline run -n {given.members} {'-m package.train' if module else 'train.py'}"
         )
+    if given.hosts and engine.no_hosts and not given.start_on:
+        hosts = given.hosts if listed.is_list(given.hosts) else "a:4,b:4"
+        raise ConfigError(f"--hosts {given.hosts} with --on {given.on}: {engine.no_hosts.format(hosts=hosts)}")
     settings = settings_of(given)
     served = servers.served(settings.strategy)
     away = _away(given, settings, served, engine)
@@ -231,6 +240,8 @@ def _elastic(given: Namespace, engine: Engine) -> Elastic | None:
         return Elastic(least=given.members.least, most=given.members.most, **values)
     if values:
         flag = next(flag for flag in _ELASTIC if flag.field in values)
+        if engine.stays:
+            raise ConfigError(f"{flag.option} does not go with --on {given.on}: {engine.stays}; leave it out")
         raise ConfigError(
             f"{flag.option} is for runs whose members may come and go: give -n MIN:MAX, such as -n "
             f"{given.members}:{given.members}"

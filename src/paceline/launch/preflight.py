@@ -34,7 +34,7 @@ class Way(Protocol):
     """What leads to a host."""
 
     def start(self, host: str, program: str) -> subprocess.Popen[bytes]: ...
-    def why(self, host: str, code: int, said: str) -> str: ...
+    def why(self, host: str, code: int, said: str, printed: str = "") -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,7 @@ class Asked:
         self._way, self._host = way, host
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._said: list[bytes] = []
+        self._printed: list[bytes] = []  # and was no answer
         self._process = way.start(host, Path(probe.__file__).read_text())
         self._errors = threading.Thread(target=self._hear_errors, daemon=True)
         self._errors.start()
@@ -106,7 +107,8 @@ class Asked:
         if answer is None:
             code = self._process.wait()
             self._errors.join(2.0)
-            raise ConfigError(self._way.why(self._host, code, b"".join(self._said).decode(errors="replace")))
+            said, printed = (b"".join(lines).decode(errors="replace") for lines in (self._said, self._printed))
+            raise ConfigError(self._way.why(self._host, code, said, printed))
         return answer
 
     def kill(self) -> None:
@@ -125,9 +127,13 @@ class Asked:
     def _listen(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
-            if line.startswith(b"paceline "):  # else of a login shell that greets
-                with contextlib.suppress(ValueError):  # as this is
-                    self._answers.put(json.loads(line[9:]))
+            try:
+                if not line.startswith(b"paceline "):
+                    raise ValueError
+                self._answers.put(json.loads(line[9:]))
+            except ValueError:  # of a login shell, which greets or refuses
+                self._printed.append(line)
+                del self._printed[:-50]
         self._answers.put(None)
 
     def _hear_errors(self) -> None:

@@ -139,9 +139,10 @@ class SecureShell:
             raise ConfigError(f"host {host}: {shlex.join(self.words)} -G {host} failed: {said}")
         return found[1]
 
-    def why(self, host: str, code: int, said: str) -> str:
-        """Why a host was not reached, or its Python not started, by what ssh said; and what to change."""
-        last = (said.strip().splitlines() or ["no reason given"])[-1]
+    def why(self, host: str, code: int, said: str, printed: str = "") -> str:
+        """Why a host was not reached, or its Python not started, by what ssh said; and what to change. `printed`: on
+        the standard output, where a login that is refused by its shell says so."""
+        last = _last(said) or _last(printed) or "no reason given"
         tried = f"tried {self.ssh} {host}"
         for pattern, what, then in _WORDS:
             if code == 255 and re.search(pattern, said):
@@ -153,4 +154,10 @@ class SecureShell:
                 f"host {host}: there is no {python} ({tried}: {last}); make the same environment there, or give "
                 "--python PATH"
             )
+        if code != 255 and _last(printed) and _last(said):  # a banner goes to one, a refusal to the other
+            last = f"{_last(printed)}; {last}"
         return f"host {host}: {last} ({tried}, exit code {code})"
+
+
+def _last(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1].strip()

@@ -68,9 +68,9 @@ class Steps:
         command, _ = self.python_on(host, ["-c", program])
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
-    def why(self, host: str, code: int, said: str) -> str:
+    def why(self, host: str, code: int, said: str, printed: str = "") -> str:
         """Why a step did not start, or Python in it, by what srun said; and what to change."""
         if re.search(r"execve|No such file|command not found", said):
             python = self.python or sys.executable
             return f"host {host}: there is no {python}; share the disk with it, or give --python PATH"
-        return f"host {host}: {jobs.refusal('srun', said)} (exit code {code})"
+        return f"host {host}: {jobs.refusal('srun', said or printed)} (exit code {code})"

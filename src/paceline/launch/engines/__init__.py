@@ -72,6 +72,8 @@ class Engine(Protocol):
     OPTIONS: ClassVar[tuple[Option, ...]]
     spreads: ClassVar[bool]  # members are under a scheduler, on other hosts: -n N is then N:N
     elsewhere: ClassVar[bool]  # it looks for GPUs where members will be; else those without a host named run here
+    no_hosts: ClassVar[str]  # why --hosts does not go with it, and what does; "": it does, or `prepare` says why not
+    stays: ClassVar[str]  # why its members cannot come and go; "": they can
 
     def prepare(self, spec: JobSpec) -> JobSpec:
         """The run as it is started here; ConfigError for what cannot be. Starts nothing, asks no other host."""

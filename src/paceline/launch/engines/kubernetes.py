@@ -53,6 +53,8 @@ class Engine:
     )
     spreads: ClassVar[bool] = True
     elsewhere: ClassVar[bool] = False
+    no_hosts: ClassVar[str] = ""
+    stays: ClassVar[str] = ""
 
     image: str = ""
     kind: str = "jobset"

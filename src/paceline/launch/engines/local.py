@@ -25,6 +25,11 @@ class Engine:
     OPTIONS: ClassVar[tuple[Option, ...]] = ()
     spreads: ClassVar[bool] = False
     elsewhere: ClassVar[bool] = False
+    no_hosts: ClassVar[str] = (
+        "its members are on this host: leave --on out, since --hosts alone is --on ssh, or leave --hosts out; a "
+        "command of yours leads there with --start-on"
+    )
+    stays: ClassVar[str] = ""
 
     def prepare(self, spec: JobSpec) -> JobSpec:
         """With an address to listen on, where there are other hosts; what is wrong with their list is said here.

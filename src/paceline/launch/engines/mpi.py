@@ -93,16 +93,18 @@ class Engine:
     )
     spreads: ClassVar[bool] = False
     elsewhere: ClassVar[bool] = True
+    no_hosts: ClassVar[str] = (
+        'mpirun is told of hosts in its own words: --mpirun "mpirun --host {hosts}", or --hostfile FILE there; over '
+        "ssh, without MPI, leave --on out"
+    )
+    stays: ClassVar[str] = "mpirun ends all ranks when one is lost, so members cannot come and go"
 
     mpirun: str = "mpirun"
     interface: str = ""
 
     def prepare(self, spec: JobSpec) -> JobSpec:
         if spec.elastic or spec.replacing:
-            raise ConfigError(
-                "--on mpi: mpirun ends all ranks when one is lost, so members cannot come and go; give one number "
-                "(-n 4) and no --replacements"
-            )
+            raise ConfigError(f"--on mpi: {self.stays}; give one number (-n 4) and no --replacements")
         if spec.labels:
             raise ConfigError("--on mpi: mpirun decides which rank runs where, so --label has no meaning; leave it out")
         if not shlex.split(self.mpirun):

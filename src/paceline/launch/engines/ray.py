@@ -61,6 +61,8 @@ class Engine:
     )
     spreads: ClassVar[bool] = True
     elsewhere: ClassVar[bool] = False
+    no_hosts: ClassVar[str] = ""
+    stays: ClassVar[str] = ""
 
     address: str = ""
     cpus: float = 1.0

@@ -56,6 +56,8 @@ class Engine:
     )
     spreads: ClassVar[bool] = True
     elsewhere: ClassVar[bool] = False
+    no_hosts: ClassVar[str] = ""
+    stays: ClassVar[str] = ""
 
     partition: str = ""
     account: str = ""

@@ -44,6 +44,8 @@ class Engine:
     )
     spreads: ClassVar[bool] = True
     elsewhere: ClassVar[bool] = False
+    no_hosts: ClassVar[str] = ""
+    stays: ClassVar[str] = ""
 
     ssh: str = "ssh"
     python: str = ""
