@@ -360,6 +360,42 @@ def test_what_is_missing_is_said(options, message):
 
 
 @pytest.mark.parametrize(
+    ("device", "gpus", "message"),
+    [
+        ("cpu", 4, "^--gpus 4 with --device cpu: pods would hold GPUs that no member uses"),
+        ("cuda", 0, "^--device cuda: pods have no GPU without --gpus; give --gpus 2"),
+        ("cuda:2", 2, "^--device cuda:2: a pod with --gpus 2 has cuda:0 to cuda:1"),
+    ],
+)
+def test_gpus_and_a_device_that_contradict_each_other(device, gpus, message):
+    asked = job(elastic=Elastic(least=2, most=4), settings=Settings(name="digits", device=device))
+    with pytest.raises(ConfigError, match=message):
+        Engine(image="i", claim="c", per_pod=2, gpus=gpus).prepare(asked)
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (("--per-pod", "4", "--gpus", "2"), "--gpus 2: the 4 members of a pod share them; --gpus 4 is one for each"),
+        (("--gpus", "4"), "--gpus 4: a member computes on one of them, and a pod has 1 member (--per-pod), so 3 of"),
+        (("--per-pod", "6"), "--per-pod 6: the run has 4 members at most, so there is one pod, with these"),
+        (("--per-pod", "2", "--gpus", "2", "--device", "cuda"), ""),
+        (("--root", "/data/runs"), "--root /data/runs: here alone, for the note by which paceline status and others"),
+    ],
+)
+def test_what_is_hardly_meant_is_told(words, warning, tmp_path):
+    """In a dry run as a comment, else as a line; what is printed stays as it is."""
+    (tmp_path / "train.py").touch()
+    dry, real = (paceline(tmp_path, *RUN, *more, *words, "train.py") for more in (("--dry-run",), ()))
+    assert dry.returncode == real.returncode == 0, dry.stderr + real.stderr
+    assert dry.stdout.startswith(f"# warning: {warning}" if warning else "---\n")
+    assert f"paceline: warning: {warning}" in real.stderr if warning else "warning" not in real.stderr
+    assert real.stdout.startswith("---\n")
+    assert "/data/runs" not in real.stdout
+    assert '"/paceline/runs"' in real.stdout
+
+
+@pytest.mark.parametrize(
     ("more", "option"),
     [({"hosts": "a:1"}, "--hosts"), ({"listen": "10.0.0.1"}, "--listen"), ({"slots": 2, "listen": "x"}, "--listen")],
 )

@@ -88,6 +88,7 @@ class Engine:
             raise ConfigError(
                 "--claim and --storage: files go to a claim that exists or to a new one; give one of them"
             )
+        self._check_gpus(spec.settings.device)
         for given, option in (
             (elastic.hosts, "--hosts"),
             (elastic.listen, "--listen"),
@@ -106,7 +107,8 @@ class Engine:
         return made
 
     def preview(self, spec: JobSpec) -> str:
-        return text(manifests(spec, self._pods(spec, "<submission>"), "<token>")).rstrip()
+        made = text(manifests(spec, self._pods(spec, "<submission>"), "<token>")).rstrip()
+        return "\n".join([*(f"# warning: {line}" for line in self._odd(spec)), made])
 
     def check(self, spec: JobSpec) -> None:
         if self.apply and shutil.which("kubectl") is None:
@@ -119,6 +121,8 @@ class Engine:
         pods = self._pods(spec, secrets.token_hex(8))
         made = text(manifests(spec, pods, secrets.token_hex(32)))
         directory = Path(spec.settings.root) / pods.run
+        for line in self._odd(spec):
+            shown.say(f"warning: {line}")
         if self.output:
             self._write(made)
         if self.apply:
@@ -157,6 +161,41 @@ class Engine:
         return kubectl.call(*kubectl.inside(job, first, command, "--root", f"{FILES}/runs", run, *rest))
 
     # ----
+
+    def _check_gpus(self, device: str) -> None:
+        """Refuse what cannot be: members on GPUs that no pod has, or GPUs for members that compute on the CPU."""
+        if device == "cpu" and self.gpus:
+            raise ConfigError(
+                f"--gpus {self.gpus} with --device cpu: pods would hold GPUs that no member uses; leave one of them out"
+            )
+        if device.startswith("cuda") and not self.gpus:
+            raise ConfigError(f"--device {device}: pods have no GPU without --gpus; give --gpus {self.per_pod}")
+        if device.startswith("cuda:") and int(device[5:]) >= self.gpus:
+            raise ConfigError(
+                f"--device {device}: a pod with --gpus {self.gpus} has cuda:0 to cuda:{self.gpus - 1}; give --device "
+                "cuda for one each"
+            )
+
+    def _odd(self, spec: JobSpec) -> list[str]:
+        """What can be, and is hardly meant."""
+        found = []
+        members = min(self.per_pod, spec.size)
+        each = "1 member" if members == 1 else f"{members} members"
+        if members < self.per_pod:
+            found.append(f"--per-pod {self.per_pod}: the run has {each} at most, so there is one pod, with these")
+        if 0 < self.gpus < members:
+            found.append(f"--gpus {self.gpus}: the {each} of a pod share them; --gpus {members} is one for each")
+        if self.gpus > members:
+            found.append(
+                f"--gpus {self.gpus}: a member computes on one of them, and a pod has {each} (--per-pod), so "
+                f"{self.gpus - members} of each pod do nothing, unless the script itself uses them"
+            )
+        if "root" in spec.settings.pinned:
+            found.append(
+                f"--root {spec.settings.root}: here alone, for the note by which paceline status and others find the "
+                f"run; in the pods files are on the volume, in {FILES}/runs"
+            )
+        return found
 
     def _write(self, made: str) -> None:
         try:
