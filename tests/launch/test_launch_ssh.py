@@ -217,10 +217,52 @@ def test_members_here_and_there(place: Place) -> None:
 @pytest.mark.slow
 def test_an_elastic_run_begins_without_a_host_that_is_down(place: Place) -> None:
     place.servers.stop("b")
-    done = place.run("-n", "1:2", "--hosts", "a:1,b:1", "--join-limit-s", "15")
+    done = place.run("-n", "1:2", "--hosts", "a:1,b:1", "--join-limit-s", "600")  # it is not waited for
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning: host b: nothing listens there" in done.stderr
+    assert "the run begins without host b, which is used once it is reached" in done.stderr
     assert "hello 0" in done.stdout
+    assert "waiting" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_elastic_run_begins_here_when_all_hosts_are_down(place: Place) -> None:
+    for name in "ab":
+        place.servers.stop(name)
+    done = place.run("-n", "1:3", "--hosts", "a:1,b:1", "--slots", "1", "--join-limit-s", "600")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the run begins without host a, b" in done.stderr
+    assert "hello 0" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_elastic_run_waits_for_hosts_that_it_cannot_do_without(place: Place) -> None:
+    place.servers.stop("b")
+    with place.begin("-n", "2:3", "--hosts", "a:1,b:2") as process:
+        line = (
+            "waiting for host b (reached 1 of 2; needs at least 2 members there, and has room for 1), for up to 120 s"
+        )
+        until(lambda: f"{line}: host b: nothing listens there" in place.output, lambda: place.output)
+        place.servers.start("b")
+        assert process.wait(LIMIT_S) == 0, place.output
+    assert place.output.count("waiting for") == 1
+    assert sorted(set(re.findall(r"hello (\d)", place.output))) == ["0", "1", "2"]
+
+
+def test_hosts_are_waited_for_until_the_limit(place: Place) -> None:
+    place.servers.stop("b")
+    said = place.refused("-n", "2:3", "--hosts", "a:1,b:2", "--join-limit-s", "3")
+    assert "waiting for host b (reached 1 of 2" in said
+    assert "error: host b: nothing listens there" in said
+
+
+def test_what_does_not_pass_by_itself_is_not_waited_for(place: Place) -> None:
+    for hosts in ("a:1,nowhere.invalid:2", "a:1,b:1,nowhere.invalid:2"):
+        if "b:" in hosts:
+            place.servers.stop("b")
+        said = place.refused("-n", "3:4", "--hosts", hosts)
+        assert "host nowhere.invalid: its name is not known" in said
+        assert "waiting" not in said
 
 
 @pytest.mark.slow

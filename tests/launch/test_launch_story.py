@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from paceline.core.view import Member, View
-from paceline.launch.story import has_met, tell
+from paceline.launch.story import has_met, tell, waiting
 from paceline.membership.books import LEFT
 from paceline.membership.orders import Picture, Seen, Site
 
@@ -106,3 +106,32 @@ def test_a_host_that_leaves(others, end):
         return msgspec.structs.replace(WELL, hosts=sites)
 
     assert tell(hosts("up", others), hosts("leaving", others), 3) == [f"host a leaves: its members go{end}"]
+
+
+def up(**slots):
+    return tuple(Site(name=name, slots=count, running=0, state="up") for name, count in slots.items())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted", "begin", "line"),
+    [
+        (up(a=1), "ab", 0, "host b (reached 1 of 2; needs at least 1 member, and has room for 1 of 2; begins without"),
+        ((), "ab", 0, "hosts a, b (reached 0 of 2; needs at least 1 member, and has room for 0 of 2)"),
+        (up(here=1), "", 0, "a host with free slots (needs at least 1 member, and has room for 1 of 2; begins without"),
+        (
+            up(a=1),
+            "a",
+            0,
+            "a host with free slots (reached 1 of 1; needs at least 1 member, and has room for 1 of 2; begins without",
+        ),
+        (up(a=1, b=1), "ab", 0, ""),
+        (up(a=1), "ab", 1, ""),  # the run begins without b, as was said before it
+        ((), "ab", 1, "hosts a, b (reached 0 of 2; needs at least 1 member, and has room for 0 of 1)"),
+    ],
+)
+def test_for_whom_a_run_waits_that_has_not_begun(hosts, wanted, begin, line):
+    shown = msgspec.structs.replace(picture(seen(0, "starting"), ids=()), hosts=hosts)
+    said = waiting(shown, list(wanted), begin, 30.0)
+    assert said.startswith(f"waiting for {line}") if line else said == ""
+    assert said.endswith("; begins without after 30 s)") == line.endswith("begins without")
+    assert waiting(msgspec.structs.replace(WELL, hosts=hosts), list(wanted), begin, 30.0) == ""

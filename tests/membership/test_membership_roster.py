@@ -53,6 +53,24 @@ def test_those_who_came_begin_at_the_limit_and_the_late_one_joins():
     assert [ids(v) for v in world.views.values()] in ([[0, 1], [0, 1, 2]], [[0], [0, 1], [0, 1, 2]])
 
 
+def test_a_run_begins_with_those_for_whom_there_is_room():
+    world = World({"a": 2}, least=1, target=4, most=4, begin=2)
+    assert formed(world, 4.0) == [0, 1]
+    waits = World({"a": 2}, least=1, target=4, most=4)
+    waits.run(4.0)
+    assert waits.picture().view is None
+
+
+def test_as_many_as_a_run_begins_with_are_waited_for():
+    world = World({"a": 3}, least=1, target=3, most=3, begin=2)
+    process(world, 0).slow_s = process(world, 1).slow_s = 4.0
+    world.run(3.0)
+    assert world.picture().view is None
+    assert sorted(formed(world, 6.0)) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="begin=3: must be between least=1 and target=2"):
+        Rules(least=1, target=2, most=4, begin=3)
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_member_leaves_and_is_not_replaced(slow):
     world = World({"a": 2, "b": 2}, least=2, target=4, most=4)

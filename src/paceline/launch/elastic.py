@@ -38,7 +38,7 @@ from paceline.launch.plan import told
 from paceline.launch.posts import Posts
 from paceline.launch.recorded import RecordedJob
 from paceline.launch.spec import Elastic, JobSpec
-from paceline.launch.story import Story
+from paceline.launch.story import Story, Waits
 from paceline.membership.agent import Outcome
 from paceline.membership.agent_line import AgentLine
 from paceline.membership.crew import Crew
@@ -210,6 +210,7 @@ class ElasticJob(RecordedJob):
             settings=self.settings,
             silence_s=self._elastic.silence_s,
             replacements=self._elastic.replacements,
+            begin=self._elastic.begin,
             host=self._elastic.listen or "127.0.0.1",
             port=self._elastic.port,
             work=work_of(self._spec, self.settings) if self._elastic.listen else None,
@@ -231,7 +232,8 @@ class ElasticJob(RecordedJob):
         where = reach.Reach(address=address, token=self.token)
         reach.write(self.dir, where)
         self._kit.reach(address)
-        self._story = Story(address, self.token, self._elastic.replacements, self._say)
+        waits = Waits(self._hosts, self._elastic.begin, self.settings.join_limit_s)
+        self._story = Story(address, self.token, self._elastic.replacements, self._say, waits)
         host = Host(name=self._own_name, slots=self._elastic.own_slots)
         self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
         if self._elastic.hosts or self._elastic.ground:
@@ -240,6 +242,10 @@ class ElasticJob(RecordedJob):
             )
         elif self._elastic.listen:
             self._say(f"other hosts join with: paceline agent --join {self.dir.absolute() / reach.FILE}")
+
+    def _hosts(self) -> list[str]:
+        """The other hosts that the run is to have."""
+        return self._posts.hosts if self._posts else []
 
     def _hear(self) -> None:
         """Pass on what the scheduler wants."""

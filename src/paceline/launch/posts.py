@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -74,6 +74,7 @@ class _Post:
     fails: int = 0  # in a row
     again_at: float = 0.0
     leaves_by: float | None = None  # its agent was told to drain
+    told: set[str] = field(default_factory=set)  # of it since it started well: each line once
 
 
 class Posts:
@@ -104,6 +105,11 @@ class Posts:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-posts", daemon=True)
         self._thread.start()
+
+    @property
+    def hosts(self) -> list[str]:
+        """Those of the list."""
+        return list(self._wanted)
 
     def close(self) -> None:
         """The run is over; agents that do not end by themselves drain, and are left to do so after a while."""
@@ -167,11 +173,19 @@ class Posts:
 
     def _wait(self, name: str, post: _Post, code: int, now: float) -> None:
         """Before the agent of a host is started again."""
-        post.fails = 0 if now - post.began > _WELL_S else post.fails
+        if now - post.began > _WELL_S:
+            post.fails = 0
+            post.told.clear()
         wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(post.fails, 5))
         post.again_at, post.fails = now + wait_s, post.fails + 1
         if code:  # else the run has finished, and we are about to hear of it
-            self._say(f"the agent of host {name} ended ({how(code)}); it is started again in {wait_s:g} s")
+            self._tell(post, f"the agent of host {name} ended ({how(code)}); it is started again in {wait_s:g} s")
+
+    def _tell(self, post: _Post, line: str) -> None:
+        """Once: a host that is down is tried for as long as the run lasts."""
+        if line not in post.told:
+            post.told.add(line)
+            self._say(line)
 
     def _start(self, name: str, post: _Post) -> None:
         if ground := self._elastic.ground:
@@ -191,7 +205,7 @@ class Posts:
             post.began = time.monotonic()
         except OSError as error:
             post.again_at = time.monotonic() + _LONGEST_WAIT_S
-            self._say(f"warning: the agent of host {name} cannot be started: {words[0]}: {error.strerror}")
+            self._tell(post, f"warning: the agent of host {name} cannot be started: {words[0]}: {error.strerror}")
             return
         assert post.process.stdin
         with contextlib.suppress(OSError):  # it has ended already
@@ -200,7 +214,7 @@ class Posts:
         self._read(name, post)
 
     def _read(self, name: str, post: _Post) -> None:
-        post.reader = threading.Thread(target=self._pass_on, args=(name, post.process), daemon=True)
+        post.reader = threading.Thread(target=self._pass_on, args=(name, post, post.process), daemon=True)
         post.reader.start()
 
     def _way(self, name: str, room: Room) -> tuple[list[str], bytes]:
@@ -210,7 +224,7 @@ class Posts:
         words = [word.replace("{host}", name) for word in shlex.split(self._elastic.start_on)]
         return [*words, *map(shlex.quote, command(name, room))], b""
 
-    def _pass_on(self, name: str, process: subprocess.Popen[bytes] | Remote) -> None:
+    def _pass_on(self, name: str, post: _Post, process: subprocess.Popen[bytes] | Remote) -> None:
         """What an agent prints: its members' lines as those of members, its own with the host's name.
 
         Where its disk is another one, its members' lines are kept here too, for `paceline logs`.
@@ -233,7 +247,7 @@ class Posts:
                             kept[rank].write(line[2].encode() + b"\n")
                 elif text:
                     apart = apart or APART in text
-                    self._say(f"host {name}: {text.removeprefix('paceline: ')}")
+                    self._tell(post, f"host {name}: {text.removeprefix('paceline: ')}")
 
 
 def _end_input(post: _Post) -> None:

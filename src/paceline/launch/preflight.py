@@ -35,6 +35,12 @@ class Way(Protocol):
 
     def start(self, host: str, program: str) -> subprocess.Popen[bytes]: ...
     def why(self, host: str, code: int, said: str, printed: str = "") -> str: ...
+    def passes(self, code: int, said: str) -> bool:
+        """Whether a host that was not reached may be so by itself after a while."""
+
+
+class NotYet(ConfigError):
+    """A host was not reached, and may be later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,7 @@ class Report:
     interface: dict[str, str] = field(default_factory=dict)
     links: dict[tuple[str, str], Link] = field(default_factory=dict)
     unreached: dict[str, str] = field(default_factory=dict)  # why not
+    down: set[str] = field(default_factory=set)  # of these: that may come up
     wrong: list[str] = field(default_factory=list)  # what would stop a run
     odd: list[str] = field(default_factory=list)  # what is worth knowing
 
@@ -108,7 +115,8 @@ class Asked:
             code = self._process.wait()
             self._errors.join(2.0)
             said, printed = (b"".join(lines).decode(errors="replace") for lines in (self._said, self._printed))
-            raise ConfigError(self._way.why(self._host, code, said, printed))
+            why = self._way.why(self._host, code, said, printed)
+            raise NotYet(why) if self._way.passes(code, said) else ConfigError(why)
         return answer
 
     def kill(self) -> None:
@@ -159,11 +167,21 @@ class Preflight:
 
     def meet(self, cwd: str) -> None:
         """Reach each host, and take down what it has; compare that with this one."""
+        self._meet_all(self.report.hosts, cwd)
+        self.report.wrong += compare(probe.facts({}), self.report.facts)
+
+    def meet_again(self, cwd: str) -> None:
+        """Reach those that were down."""
+        again = [host for host in self.report.hosts if host in self.report.down]
+        self._meet_all(again, cwd)
+        facts = {host: self.report.facts[host] for host in again if host in self.report.facts}
+        self.report.wrong += compare(probe.facts({}), facts)
+
+    def _meet_all(self, hosts: Sequence[str], cwd: str) -> None:
         with _marked(cwd) as marker:
-            self._on_all(self.report.hosts, lambda host: self._meet(host, cwd, marker))
+            self._on_all(hosts, lambda host: self._meet(host, cwd, marker))
         for found in (self.report.facts, self.report.unreached):  # told in the order in which hosts were named
             _sort(found, self.report.hosts)
-        self.report.wrong += compare(probe.facts({}), self.report.facts)
 
     def exists(self, path: str) -> list[str]:
         """The hosts that have no such file."""
@@ -219,8 +237,11 @@ class Preflight:
             if "error" in told:
                 raise ConfigError(f"host {host}: cannot say what it has: {told['error']}")
             self.report.facts[host] = Facts(**told)
+            self.report.unreached.pop(host, None)
+            self.report.down.discard(host)
         except ConfigError as error:
             self.report.unreached[host] = str(error)
+            (self.report.down.add if isinstance(error, NotYet) else self.report.down.discard)(host)
             if host in self._asked:
                 self._asked.pop(host).close()
 

@@ -31,6 +31,8 @@ _BOOT = (
     'h=json.loads(open(0,"rb",0,closefd=False).readline() or b"{}");'
     'os.environ.update(h.get("env",{}));exec(h.get("program",""))'
 )
+_REFUSES, _SILENT = r"Connection refused", r"timed out|No route to host|Network is unreachable"
+_DOWN = f"{_REFUSES}|{_SILENT}|Connection (closed|reset) by|kex_exchange_identification"
 # What ssh says when it does not get there, and what to do about it.
 _WORDS = (
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another one than in known_hosts", "{changed}"),
@@ -41,9 +43,9 @@ _WORDS = (
         "its name is not known",
         "check the spelling, or give it a HostName in ~/.ssh/config",
     ),
-    (r"Connection refused", "nothing listens there", "start sshd on it, or say its port in ~/.ssh/config"),
+    (_REFUSES, "nothing listens there", "start sshd on it, or say its port in ~/.ssh/config"),
     (
-        r"timed out|No route to host|Network is unreachable",
+        _SILENT,
         "it was not reached",
         "is it up, and is port 22 let through?",
     ),
@@ -138,6 +140,10 @@ class SecureShell:
             said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise ConfigError(f"host {host}: {shlex.join(self.words)} -G {host} failed: {said}")
         return found[1]
+
+    def passes(self, code: int, said: str) -> bool:
+        """Whether a host that was not reached may be so by itself after a while."""
+        return code == 255 and re.search(_DOWN, said) is not None
 
     def why(self, host: str, code: int, said: str, printed: str = "") -> str:
         """Why a host was not reached, or its Python not started, by what ssh said; and what to change. `printed`: on

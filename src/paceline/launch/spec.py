@@ -45,6 +45,7 @@ class Elastic:
     hosts: str = ""  # other hosts (a:4,b:4), a file of them, or a program that prints them
     start_on: str = "ssh {host}"  # what leads to a host; the agent's command is put behind it
     way: Way | None = None  # what leads there instead
+    begin: int = 0  # members that there is room for now, with which the run begins; 0: hosts for all are waited for
     ground: Ground | None = None  # who knows the hosts and starts agents there, instead of all that
 
     def __post_init__(self) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from paceline.core.errors import PacelineError
 from paceline.membership.agent_line import look
@@ -17,6 +19,7 @@ from paceline.membership.orders import Picture, Seen, Site
 
 _LOOK_S = 0.3  # shorter than the time before a replacement
 _LIMIT_S = 2.0  # for an answer
+_WAITS_S = 3.0  # after which it is said for whom
 
 
 def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]:
@@ -63,10 +66,38 @@ def gone(what: str, times: int, most: int, wait_s: float | None, others: str = "
     return f"{what}; {others} without it{used_up}" if others else f"{what}{used_up}"
 
 
+def waiting(picture: Picture, hosts: Sequence[str], begin: int, limit_s: float) -> str:
+    """For which hosts a run waits that has not begun; "": for none. `hosts`: that it is to have; `begin`: how many
+    members it begins with, or 0 for all."""
+    up = {site.name: site.slots for site in picture.hosts if site.state == "up"}
+    room, target = sum(up.values()), begin or picture.target
+    if picture.view is not None or picture.over is not None or room >= target:
+        return ""
+    away = [name for name in hosts if name not in up]
+    who = f"host{'s' if len(away) > 1 else ''} {', '.join(away)}" if away else "a host with free slots"
+    reached = f"reached {len(hosts) - len(away)} of {len(hosts)}; " if hosts else ""
+    members = "1 member" if picture.least == 1 else f"{picture.least} members"
+    then = f"; begins without after {limit_s:g} s" if room >= picture.least else ""
+    return f"waiting for {who} ({reached}needs at least {members}, and has room for {room} of {target}{then})"
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a run that has not begun waits for; see `waiting`."""
+
+    hosts: Callable[[], Sequence[str]] = tuple
+    begin: int = 0
+    limit_s: float = 0.0
+
+
 class Story:
     """Looks at a run now and then, and says what has happened."""
 
-    def __init__(self, address: str, token: str, replacements: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: str, token: str, replacements: int, say: Callable[[str], None], waits: Waits | None = None
+    ) -> None:
+        self._waits = waits or Waits()
+        self._waited = ""  # what was said of it last
         self._where = (address, token)
         self._replacements = replacements
         self._say = say
@@ -82,7 +113,7 @@ class Story:
         self._thread.join(_LIMIT_S + 1.0)
 
     def _run(self) -> None:
-        closed = False
+        closed, began = False, time.monotonic()
         while not closed:
             closed = self._closed.wait(_LOOK_S)  # and look a last time
             with contextlib.suppress(PacelineError):  # it is started again, and tells us then
@@ -90,6 +121,16 @@ class Story:
                 for line in tell(self.newest, picture, self._replacements):
                     self._say(line)
                 self.newest, self.met = picture, self.met or has_met(picture)
+                if picture.view is not None:
+                    began = float("inf")  # who waits later is told of with who was lost
+                if time.monotonic() - began > _WAITS_S:
+                    self._wait(picture)
+
+    def _wait(self, picture: Picture) -> None:
+        line = waiting(picture, self._waits.hosts(), self._waits.begin, self._waits.limit_s)
+        if line and line != self._waited:
+            self._waited = line
+            self._say(line)
 
 
 def has_met(picture: Picture) -> bool:

@@ -207,7 +207,8 @@ class Forming:
         come = [s for s in come if s.ready or not s.held or (late and s.held == last)]
         ids = {s.id for s in come}
         missing = [s for s in books.seats.values() if s.wanted and not s.draining and s.id not in ids]
-        if not late and any(self._expected(s) for s in missing):
+        enough = last == 0 and 0 < rules.begin <= len(come)
+        if not late and not enough and any(self._expected(s) for s in missing):
             return
         if len(come) >= rules.least:
             # One who held a view before has state, if old; the others in the order of their ids.

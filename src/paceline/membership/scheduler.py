@@ -368,6 +368,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     settings: Settings = Settings()
     silence_s: float = 3.0
     replacements: int = 3
+    begin: int = 0
     host: str = "127.0.0.1"  # to listen on
     port: int = 0  # 0: any
     token: str = ""  # else PACELINE_TOKEN
@@ -382,6 +383,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             silence_s=self.silence_s,
             replacements=self.replacements,
             open=self.work is not None,
+            begin=self.begin,
         )
 
 

@@ -31,12 +31,15 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 3.0  # after which one who is silent, stopped or cut off counts as lost
     replacements: int = 3  # how often the member of one seat is started again
     open: bool = False  # other hosts may join: without a slot, one is waited for
+    begin: int = 0  # so many are enough to begin with, without waiting for the others; 0: the target
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.target <= self.most:
             raise ConfigError(
                 f"least={self.least}, target={self.target}, most={self.most}: must be 1 <= least <= target <= most"
             )
+        if self.begin and not self.least <= self.begin <= self.target:
+            raise ConfigError(f"begin={self.begin}: must be between least={self.least} and target={self.target}, or 0")
         if self.silence_s <= 0:
             raise ConfigError(f"silence_s={self.silence_s}: must be more than 0 seconds")
         if self.replacements < 0:

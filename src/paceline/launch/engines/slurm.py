@@ -124,7 +124,9 @@ class Engine:
                 f"warning: {', '.join(given)}: of no effect inside Slurm job {job}, whose nodes there are already"
             )
         needs = Needs.of(spec, found, way.cwd)
-        ready.look(way, needs, lambda flight: ready.require(flight, spec, way.cwd, "share the disk"), shown.say)
+        spec = ready.begun(
+            spec, way, needs, lambda flight: ready.require(flight, spec, way.cwd, "share the disk"), shown.say
+        )
         return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
 
     # ---- of a run that was submitted

@@ -97,7 +97,7 @@ class Engine:
     def start(self, spec: JobSpec, shown: Shown) -> ElasticJob | LocalJob:
         _, way, rooms = _of(spec)
         needs = Needs.of(spec, rooms, way.cwd)
-        ready.look(way, needs, lambda flight: self._bring_files(flight, spec, way, shown), shown.say)
+        spec = ready.begun(spec, way, needs, lambda flight: self._bring_files(flight, spec, way, shown), shown.say)
         return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
 
     def _way(self, spec: JobSpec) -> SecureShell:
