@@ -82,6 +82,7 @@ def test_a_key_of_another_engine_says_whose_it_is(tmp_path: Path) -> None:
     [
         ("mpi", "a:2,b:2", '--mpirun "mpirun --host a:2,b:2", or --hostfile FILE there; over ssh, without MPI, leave'),
         ("mpi", "hosts.txt", '--mpirun "mpirun --host a:4,b:4", or --hostfile FILE there'),
+        ("torchrun", "a:2,b:2", "give --nodes, and --dry-run shows what to start on the others; over ssh, without"),
         ("local", "a:2,b:2", "leave --on out, since --hosts alone is --on ssh, or leave --hosts out"),
     ],
 )

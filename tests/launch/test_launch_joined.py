@@ -80,7 +80,9 @@ def test_a_host_joins_and_its_members_are_started_there(start, join):  # noqa: F
     s = start(MEMBER, 3, 1, 3, slots=1, **LOCAL)
     told = f"other hosts join with: paceline agent --join {s.job.dir.absolute()}/scheduler.json"
     s.until(lambda: told in s.said)
-    waits = "waiting for a host with free slots (needs at least 1 member, and has room for 1 of 3; begins without after "
+    waits = (
+        "waiting for a host with free slots (needs at least 1 member, and has room for 1 of 3; begins without after "
+    )
     s.until(lambda: any(line.startswith(waits) for line in s.said))
     agent = join(s, "b")
     s.until(lambda: in_view(s, 0, 1, 2))

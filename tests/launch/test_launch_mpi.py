@@ -18,7 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.launch import engines, record
 from paceline.launch.beforehand import shows_gpu
-from paceline.launch.engines import mpi, mpi_job
+from paceline.launch.engines import mpi, starter_job
 from paceline.launch.spec import Elastic, JobSpec
 from paceline.testing.hosts import Hosts
 from paceline.testing.processes import Process
@@ -90,7 +90,8 @@ def test_lines_are_told_apart_by_rank(tmp_path):
     lines: list[tuple[int, str, str]] = []
     said: list[str] = []
     show = types.SimpleNamespace(line=lambda *line: lines.append(line), raw=None)
-    output = mpi_job._Output(tmp_path / "logs", 2, engines.Shown(show=show, say=said.append))
+    dialect = mpi.Dialect()
+    output = starter_job.Output(tmp_path / "logs", 2, engines.Shown(show=show, say=said.append), dialect)
     for text in (
         "[1,0]<stdout>:whole",
         "[1,0]<stdout>:acc: [1,1]<stdout>:other",
@@ -111,7 +112,7 @@ def test_lines_are_told_apart_by_rank(tmp_path):
         (1, "out", "of five"),
         (0, "out", "the end"),
     ]
-    assert output.failed == (1, 9)
+    assert dialect.failed == (1, -9)
     assert len(said) == 1
     assert (tmp_path / "logs/rank-0.log").read_text() == "whole\nacc: 98%\nthe end\n"
 

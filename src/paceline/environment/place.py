@@ -29,7 +29,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     local_size: int = 1
     servers: int = 0  # the last so many of the ranks hold parameters and do not train
     host: str = ""  # the same for members that share memory and loopback; see `this_host`
-    rendezvous: str = ""  # "ip:port"; not alone, and not under torchrun, whose members meet in its store
+    rendezvous: str = ""  # "ip:port"; not alone, nor under torchrun alone, whose members meet in its store
     keeps: bool = False  # member 0 keeps the rendezvous: an engine started the members, and no launcher of ours
     scheduler: str = ""  # "ip:port", in place of a rendezvous where members come and go; `rank` is then the id
     token: str = ""  # of the run; "": it is made when the members meet

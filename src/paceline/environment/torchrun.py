@@ -1,11 +1,14 @@
 """Started by torchrun, or by anything that sets the same variables for `env://`.
 
-The members then meet in torch.distributed's store at MASTER_ADDR:MASTER_PORT, which torchrun keeps.
+The members then meet in torch.distributed's store at MASTER_ADDR:MASTER_PORT, which torchrun keeps; or, where
+`paceline run` has started torchrun, at the launcher's rendezvous, and only the ranks are torchrun's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+import msgspec
 
 from paceline.environment.place import Place, below, given, labels_in, this_host, whole
 
@@ -38,4 +41,8 @@ def detect(env: Mapping[str, str]) -> Place | None:
         host=this_host(),
         labels=labels_in(env),
     )
+    if address := env.get("PACELINE_RENDEZVOUS"):
+        servers = whole(env, "PACELINE_SERVERS", "paceline run") if env.get("PACELINE_SERVERS") else 0
+        token = given(env, "PACELINE_TOKEN", "paceline run")
+        place = msgspec.structs.replace(place, rendezvous=address, token=token, servers=servers)
     return below(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -51,7 +51,7 @@ def meet(place: Place, me: Me, settings: Settings | None = None) -> Meeting:
     if place.kind == "alone":
         token = secrets.token_hex(32)
         return Meeting(View(number=1, members=(describe(me, token),)), settings, token)
-    if place.kind == "torchrun":
+    if place.kind == "torchrun" and not place.rendezvous:
         from paceline.membership import store  # imports torch
 
         return Meeting(*store.meet(place, lambda token: describe(me, token), settings))

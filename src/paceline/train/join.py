@@ -346,7 +346,7 @@ def _address(place: Place) -> str:
         return own_address(split_address(place.scheduler)[0])
     if place.local_size == place.size:
         return "127.0.0.1"
-    if place.kind == "torchrun":
+    if place.kind == "torchrun" and not place.rendezvous:
         return own_address(os.environ["MASTER_ADDR"].strip("[]"))
     address = own_address(split_address(place.rendezvous)[0])
     if is_loopback(address) and place.other_host:

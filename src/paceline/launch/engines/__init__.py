@@ -31,6 +31,7 @@ ENGINES = {
     "ray": "on a Ray cluster",
     "slurm": "in a Slurm job",
     "mpi": "by mpirun",
+    "torchrun": "by torchrun",
     "kubernetes": "in pods, by a JobSet or a TrainJob",
 }
 

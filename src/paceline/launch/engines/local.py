@@ -6,16 +6,13 @@ import os
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from paceline.core.errors import ConfigError
 from paceline.environment import crowd
-from paceline.launch import listed, posts, preview
+from paceline.launch import listed, posts, preview, tokens
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.local import Local, LocalJob
 from paceline.launch.record import SUBMISSION
 from paceline.launch.spec import JobSpec
-
-_LEAST = 32  # characters of a token: 128 bits in hexadecimal digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +35,8 @@ class Engine:
         be started again by the same command.
         """
         elastic = spec.elastic
-        if elastic and elastic.listen and (token := os.environ.get("PACELINE_TOKEN")):
-            spec = replace(spec, token=_long(token), submission=os.environ.get(SUBMISSION, ""))
+        if elastic and elastic.listen and (token := tokens.told()):
+            spec = replace(spec, token=token, submission=os.environ.get(SUBMISSION, ""))
         if not elastic or not elastic.hosts:
             return spec
         if elastic.listen:
@@ -62,12 +59,3 @@ class Engine:
                 "the launcher once, or the script itself in its place"
             )
         return Local(shown.show, on_lost=shown.on_lost, say=shown.say).start(spec)
-
-
-def _long(token: str) -> str:
-    if len(token) < _LEAST:
-        raise ConfigError(
-            f"PACELINE_TOKEN has {len(token)} characters, and whoever guesses it can take part: give at least {_LEAST} "
-            "random ones (openssl rand -hex 32), or unset it to have one made"
-        )
-    return token

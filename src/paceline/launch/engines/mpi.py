@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError
 from paceline.environment import this_host
 from paceline.launch import plan, preflight, preview, script
 from paceline.launch.engines import Option, Shown
-from paceline.launch.engines.mpi_job import MpiJob
+from paceline.launch.engines.starter_job import Failed, Part, Starter, StarterJob
 from paceline.launch.spec import JobSpec
 from paceline.membership import tether
 from paceline.transport.wires import own_address
@@ -47,6 +47,35 @@ versions = [platform.python_version(), version("torch"), version("paceline")]
 said = [socket.gethostname(), *versions, this_host(), shows_gpu()]
 os.write(1, f"paceline-rank {json.dumps(said)}\\n".encode())  # at once: others write to the same place
 """
+
+
+_TAG = re.compile(r"\[([^\[\]\s]+@)?\d+,(\d+)\]<(stdout|stderr)>:")
+_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+_CODE = re.compile(r"Process name: \[.*?,(\d+)\]")
+
+
+class Dialect:
+    """How mpirun writes, with --tag-output or --output tag."""
+
+    def __init__(self) -> None:
+        self.failed = Failed()
+
+    def parts(self, stream: str, text: str) -> tuple[str, list[Part]]:
+        tags = list(_TAG.finditer(text))
+        found = []
+        for tag, behind in zip(tags, [*tags[1:], None]):
+            part = text[tag.end() : behind.start() if behind else None]
+            if tag[1]:  # as Open MPI 5 writes it
+                part = part.removeprefix(" ")
+            found.append(Part(int(tag[2]), "err" if tag[3] == "stderr" else "out", part))
+        return text[: tags[0].start()] if tags else text, found
+
+    def own(self, text: str) -> str:
+        if match := _SIGNAL.search(text):
+            self.failed = Failed(int(match[1]), -int(match[2]))
+        elif match := _CODE.search(text):
+            self.failed = Failed(int(match[1]))
+        return f"mpirun: {text}" if text.strip(" -") else ""
 
 
 def command(spec: JobSpec, mpirun: str, *, major: int = 4) -> list[str]:
@@ -135,13 +164,19 @@ class Engine:
                 "no GPU; name other hosts to --mpirun, or use --device cpu"
             )
 
-    def start(self, spec: JobSpec, shown: Shown) -> MpiJob:
+    def start(self, spec: JobSpec, shown: Shown) -> StarterJob:
         others = [rank[0] for rank in _ask(self.mpirun, spec.size, spec.python) if rank[4] != this_host()]
         address = "127.0.0.1"
         if others:
             address = preflight.interface_address(self.interface) if self.interface else own_address(others[0])
         words = command(spec, self.mpirun, major=_major(self.mpirun))
-        return MpiJob(spec, tuple(words), lambda where, token: environment(spec, where, token), address, shown)
+        starter = Starter(
+            command=lambda directory: words,
+            environment=lambda where, token: environment(spec, where, token),
+            dialect=Dialect(),
+            host=address,
+        )
+        return StarterJob(spec, starter, shown)
 
 
 @functools.cache
