@@ -1,4 +1,4 @@
-"""The commands on the pages of MPI, torchrun and Kubernetes: run as a preview, by another test, or marked as not run."""
+"""Commands on the pages of MPI, torchrun and Kubernetes: run as a preview, by another test, or marked as not run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The way to a host over OpenSSH: the user's own `ssh`, key, agent, configuration and known hosts.
 
 It never asks (BatchMode) and never turns the check of host keys off. What the host is to run goes through the standard
-input as one line of JSON, with its environment; on the command lines of both hosts there are only the few words that
-read it, so nothing that is secret can be seen there, and no shell has to understand more than one quoted word.
+input as one line of JSON, with its environment; on the command lines of ssh there are only the few words that read it,
+and on the host those of the program that it then becomes. So nothing that is secret can be seen there, and no shell has
+to understand more than one quoted word.
 """
 
 from __future__ import annotations
