@@ -219,6 +219,14 @@ def test_hosts_of_a_list_are_used_and_drained_when_they_vanish(start, monkeypatc
     assert [s.kept.of(id)[-1] for id in (0, 1)] == ["done", "done"]
 
 
+def test_what_an_agent_that_never_starts_says_is_told_once(start):  # noqa: F811
+    s = start(MEMBER, 2, 1, 2, slots=1, hosts="b", start_on="sh -c 'echo no way there; exit 255' {host}", **LOCAL)
+    s.until(lambda: any("host b ended" in line and "started again in 4 s" in line for line in s.said))
+    assert s.said.count("host b: no way there") == 1, s.told()
+    assert sum(line.startswith("waiting for host b (reached 0 of 1; needs") for line in s.said) == 1, s.told()
+    s.job.stop()
+
+
 def test_members_of_a_host_have_places_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
