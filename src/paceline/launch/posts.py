@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from paceline.launch.ground import Remote
 
 _LOOK_S = 3.0  # between two readings of the list
-_PROGRAM_LIMIT_S = 30.0
+_PROGRAM_LIMIT_S, _GLANCE_S = 30.0, 0.2
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0  # before an agent that ended is started again
 _WELL_S = 60.0  # after which it had started well
 _LEAVE_S = 30.0  # for one that drains
@@ -46,10 +47,11 @@ _FILES = (".txt", ".hosts", ".list", ".conf", ".cfg", ".sh", ".py")
 _MEMBER = re.compile(r"\[ *(\d+)\] (.*)", re.DOTALL)
 
 
-def read(source: str) -> dict[str, Room]:
+def read(source: str, over: Callable[[], bool] = lambda: False) -> dict[str, Room]:
     """Hosts by name, as in a:4,b:4, from a file or from what a program prints; ConfigError says what is wrong with it.
 
-    Blank lines and what follows a # do not count; a host without a number has one slot, and without labels none.
+    Blank lines and what follows a # do not count; a host without a number has one slot, and without labels none. Once
+    it is `over`, no program is waited for.
     """
     path = Path(source)
     if is_list(source):
@@ -58,16 +60,36 @@ def read(source: str) -> dict[str, Room]:
         raise ConfigError(f"--hosts {source!r}: there is no such file")
     if not os.access(path, os.X_OK):
         return parse(path.read_text(errors="replace"), source)
+    return parse(_printed(path, source, over), source)
+
+
+def _printed(path: Path, source: str, over: Callable[[], bool]) -> str:
+    """What a program prints; one that does not end is ended, with all that it has started."""
+    deadline = time.monotonic() + _PROGRAM_LIMIT_S
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run([path.absolute()], capture_output=True, text=True, timeout=_PROGRAM_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"--hosts {source!r}: the program did not end within {_PROGRAM_LIMIT_S:g} s") from None
+        program = subprocess.Popen(
+            [path.absolute()], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+        )
     except OSError as error:
         raise ConfigError(f"--hosts {source!r}: the program cannot be started: {error.strerror}") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        raise ConfigError(f"--hosts {source!r}: the program ended with {how(done.returncode)}: {last}")
-    return parse(done.stdout, source)
+    with program:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    out, err = program.communicate(timeout=_GLANCE_S)
+                    break
+                if over() or time.monotonic() >= deadline:
+                    text = f"--hosts {source!r}: the program did not end within {_PROGRAM_LIMIT_S:g} s"
+                    raise ConfigError(text)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            raise
+    if program.returncode:
+        last = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
+        raise ConfigError(f"--hosts {source!r}: the program ended with {how(program.returncode)}: {last}")
+    return out.decode(errors="replace")
 
 
 def is_list(source: str) -> bool:
@@ -158,10 +180,10 @@ class Posts:
         self._where = msgspec.json.encode(where) + b"\n"
         self._show = show
         self._say = say
+        self._closed = threading.Event()
         self._wanted = self._list()
         self._posts: dict[str, _Post] = {}
         self._complained = ""
-        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-posts", daemon=True)
         self._thread.start()
 
@@ -199,13 +221,13 @@ class Posts:
         try:
             self._wanted, self._complained = self._list(), ""
         except (ConfigError, OSError) as error:  # who is there stays
-            if str(error) != self._complained:
+            if str(error) != self._complained and not self._closed.is_set():
                 self._complained = str(error)
                 self._say(f"warning: {error}; the hosts that are known stay")
 
     def _list(self) -> dict[str, Room]:
         ground = self._elastic.ground
-        return dict(ground.hosts()) if ground else read(self._elastic.hosts)
+        return dict(ground.hosts()) if ground else read(self._elastic.hosts, self._closed.is_set)
 
     def _turn(self, name: str, post: _Post, now: float) -> None:
         wanted = self._wanted.get(name) == post.room
