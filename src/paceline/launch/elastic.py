@@ -231,7 +231,7 @@ class ElasticJob(RecordedJob):
         where = reach.Reach(address=address, token=self.token)
         reach.write(self.dir, where)
         self._kit.reach(address)
-        self._story = Story(address, self.token, self._elastic.replacements, self._say)
+        self._story = Story(address, self.token, self._elastic.replacements, self._say, lambda: self._crew.stopped_by)
         host = Host(name=self._own_name, slots=self._elastic.own_slots)
         self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
         if self._elastic.hosts or self._elastic.ground:

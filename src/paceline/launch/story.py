@@ -7,6 +7,7 @@ lost member is replaced, and what it knows of other hosts is told too.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Callable
 
@@ -19,8 +20,11 @@ _LOOK_S = 0.3  # shorter than the time before a replacement
 _LIMIT_S = 2.0  # for an answer
 
 
-def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]:
-    """What has happened between two pictures, a line each; before the first, nothing has."""
+def tell(before: Picture | None, after: Picture, replacements: int, stopped_by: int = 0) -> list[str]:
+    """What has happened between two pictures, a line each; before the first, nothing has.
+
+    `stopped_by`: the signal by which the run is being stopped; nobody is started again then.
+    """
     lines = []
     earlier = {seen.id: seen for seen in before.members} if before else {}
     over = before is not None and before.over is not None
@@ -31,7 +35,8 @@ def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]
         lost_now = seen.state == "lost" and not known and (not seen.unsure or after.over is not None)
         replaced_now = not known and seen.replaced > (old.replaced if old else 0)
         if lost_now or replaced_now:
-            lines.append(_lost(seen, after, replacements))
+            if stopped_by in (0, signal.SIGTERM):  # by another one all are ended at once, which is no news
+                lines.append(_lost(seen, after, replacements, stopped=bool(stopped_by)))
         elif old and old.state != "drained" and seen.state == "drained" and after.over is None:
             stay = is_in - {s.id for s in after.members if s.state in ("draining", "leaving", "drained")}
             if seen.why == LEFT:
@@ -66,10 +71,18 @@ def gone(what: str, times: int, most: int, wait_s: float | None, others: str = "
 class Story:
     """Looks at a run now and then, and says what has happened."""
 
-    def __init__(self, address: str, token: str, replacements: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        replacements: int,
+        say: Callable[[str], None],
+        stopped_by: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._where = (address, token)
         self._replacements = replacements
         self._say = say
+        self._stopped_by = stopped_by
         self._closed = threading.Event()
         self.newest: Picture | None = None
         self.met = False
@@ -87,7 +100,7 @@ class Story:
             closed = self._closed.wait(_LOOK_S)  # and look a last time
             with contextlib.suppress(PacelineError):  # it is started again, and tells us then
                 picture = look(*self._where, limit_s=_LIMIT_S)
-                for line in tell(self.newest, picture, self._replacements):
+                for line in tell(self.newest, picture, self._replacements, self._stopped_by()):
                     self._say(line)
                 self.newest, self.met = picture, self.met or has_met(picture)
 
@@ -117,9 +130,9 @@ def _train(ids: set[int]) -> str:
     return "1 member trains now" if len(ids) == 1 else f"{len(ids)} members train now"
 
 
-def _lost(seen: Seen, picture: Picture, replacements: int) -> str:
+def _lost(seen: Seen, picture: Picture, replacements: int, *, stopped: bool) -> str:
     what = f"member {seen.id} {seen.why or 'was lost'}"
-    if picture.over is not None:
+    if picture.over is not None or stopped:
         return gone(what, seen.replaced, replacements, None, "")
     left = _ids(picture) - {other.id for other in picture.members if other.state == "lost"}
     others = "the others go on" if len(left) >= picture.least else "the others wait" if left else "nobody is left"
