@@ -196,7 +196,14 @@ class ElasticJob(RecordedJob):
         if ground := self._elastic.ground:
             return ground.keeper(told, self.token, self._scheduled, self._say)
         log = self.dir / "logs" / "scheduler.log"
-        return Keeper(self._scheduler(told), self._show, log, on_started=self._scheduled, say=self._say)
+        return Keeper(
+            self._scheduler(told),
+            self._show,
+            log,
+            on_started=self._scheduled,
+            say=self._say,
+            silence_s=self._elastic.silence_s,
+        )
 
     def _parameters(self) -> Parameters:
         journal = self.dir / "scheduler.sqlite"
