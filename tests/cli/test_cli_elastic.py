@@ -184,6 +184,30 @@ def test_losing_scaling_looking_and_finishing():
     assert "a member was lost on the way, and the run finished: 1: killed by signal 9 (runs/x/logs/rank-1.log)" in err
 
 
+def test_a_run_whose_launcher_was_killed_is_not_asked():
+    Path("train.py").write_text(MEMBER)
+    command = [*PACELINE, "run", "-n", "1:1", "--name", "x", "--standbys", "0", "train.py"]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until(launcher, "[0]")
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    for words in (["scale", "x", "1"], ["stop", "x"]):
+        done = paceline(*words)
+        assert (done.returncode, done.stderr.count("not running: its launcher was killed")) == (2, 1), done.stderr
+    assert "scheduler" not in paceline("status", "x").stdout
+
+
+def test_where_nobody_could_be_started_the_script_is_not_blamed():
+    Path("hosts.txt").touch()
+    options = ["--hosts", "hosts.txt", "--start-on", "env HOST={host}", "--listen", "127.0.0.1", "--join-limit-s", "1"]
+    done = paceline("run", "-n", "1:2", *options, "train.py")
+    assert done.returncode == 1
+    assert "the run is over: fewer than 1 members can go on: no host has a free slot" in done.stderr
+    assert "paceline.join()" not in done.stderr
+
+
 def test_sigterm_drains():
     Path("train.py").write_text(MEMBER)
     command = [*PACELINE, "run", "-n", "1:2", "--name", "x", "--standbys", "0", "train.py"]

@@ -283,6 +283,7 @@ def test_stopping_it(start, number):
     assert outcome.code == 128 + number
     drained = [id for id in (0, 1) if "drained" in s.kept.of(id)]
     assert drained == ([0, 1] if number == signal.SIGTERM else [])
+    assert not any("started again" in line for line in s.said)
 
 
 def test_one_that_stands_still_is_left_out_and_comes_back(start):

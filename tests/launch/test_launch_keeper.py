@@ -24,9 +24,9 @@ class Nobody:
     raw = line
 
 
-def make(source, log, said, pids):
+def make(source, log, said, pids, **options):
     start = Start(rank=-1, command=(sys.executable, "-u", "-c", source), env=os.environ)
-    return Keeper(start, Nobody(), log, on_started=lambda address, pid: pids.append(pid), say=said.append)
+    return Keeper(start, Nobody(), log, on_started=lambda address, pid: pids.append(pid), say=said.append, **options)
 
 
 def turn(watch, kept, ready, limit_s=20.0):
@@ -50,6 +50,17 @@ def test_it_is_started_again(tmp_path):
     assert len(set(pids)) == 3
     assert "the scheduler ended (killed by signal 9); it is started again in 0.1 s" in said[0]
     assert "in 0.2 s" in said[1]
+
+
+def test_one_that_is_stopped_is_started_again(tmp_path):
+    said, pids = [], []
+    with Watch() as watch:
+        kept = make(f"import time; print({UP!r}); time.sleep(60)", tmp_path / "log", said, pids, silence_s=0.3)
+        turn(watch, kept, lambda: len(pids) == 1)
+        os.kill(pids[0], signal.SIGSTOP)
+        turn(watch, kept, lambda: len(pids) == 2)
+        kept.end(watch)
+    assert "the scheduler ended (stopped for 0.3 s); it is started again in 0.1 s" in said[0]
 
 
 def test_it_is_given_up_where_it_cannot_run(tmp_path, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 from paceline.core.errors import ConfigError
@@ -46,6 +49,24 @@ def test_a_program_tells_the_hosts(tmp_path):
         listed.read(str(program))
     with pytest.raises(ConfigError, match="there is no such file"):
         listed.read(str(tmp_path / "none"))
+    program.write_text("#!/bin/sh\nprintf 'a 1\\n\\377\\376 1\\n'\n")
+    with pytest.raises(ConfigError, match=r"hosts:2: .* is not a host's name"):
+        listed.read(str(program))
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_program_that_does_not_end_is_ended_with_what_it_has_started(over, tmp_path, monkeypatch):
+    monkeypatch.setattr(listed, "_PROGRAM_LIMIT_S", 60.0 if over else 0.5)
+    program, child = tmp_path / "hosts", tmp_path / "child"
+    program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {child}\nwait\n")
+    program.chmod(0o755)
+    with pytest.raises(ConfigError, match="the program did not end"):
+        listed.read(str(program), lambda: over and child.exists() and child.read_text() != "")
+    stat = Path(f"/proc/{child.read_text().strip()}/stat")
+    deadline = time.monotonic() + 10.0
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,14 @@ def test_who_failed_is_said_to_be_started_again_when_it_is():
     assert (tell(unsure, sure, 3), tell(sure, again, 3)) == (said, [])
 
 
+@pytest.mark.parametrize(("number", "lines"), [(15, ["member 1 was killed by signal 9"]), (2, [])])
+def test_nobody_is_said_to_be_started_again_by_a_run_that_is_being_stopped(number, lines):
+    lost = picture(seen(0), seen(1, "lost", why="was killed by signal 9", again_at=100.5), ids=(0,))
+    assert tell(WELL, lost, 3, stopped_by=number) == lines
+    left = picture(seen(0), seen(1, "drained"), ids=(0,))
+    assert tell(WELL, left, 3, stopped_by=number) == ["member 1 has left: 1 member trains now"]
+
+
 def test_a_first_view_is_not_told():
     assert tell(picture(seen(0, "arrived"), seen(1, "starting"), ids=()), WELL, replacements=3) == []
 

@@ -179,6 +179,25 @@ def test_a_standby_that_cannot_wait_is_not_tried_again(stage):
     s.until(s.up(0, times=2))
 
 
+def test_a_standby_that_is_killed_is_followed_by_another_one_a_few_times(stage):
+    s = stage(standbys=1)
+    s.crew._means = Means(
+        start=s.crew._means.start,
+        standby=Start(rank=-1, command=("sleep", "60"), env=os.environ, waits=True),
+        standbys=1,
+        warm_after_s=0.1,
+    )
+    s.start(0)
+    pids = []
+    for _ in range(3):
+        s.until(lambda: s.crew._standbys)
+        pids.append(s.crew._standbys[0].pid)
+        os.kill(pids[-1], signal.SIGKILL)
+        s.until(lambda: not s.crew._standbys)
+    assert len(set(pids)) == 3
+    assert s.crew._no_standbys
+
+
 def test_a_run_that_finished_is_well_whoever_was_lost(stage):
     s = stage("import time; print('up'); time.sleep(0.5)")
     s.start(0, 1)

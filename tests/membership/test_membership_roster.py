@@ -275,7 +275,9 @@ def test_a_stopped_process_is_left_out_and_rejoins():
     formed(world)
     process(world, 1).paused = True
     assert formed(world, 4.0) == [0, 2]
-    assert world.picture().members[1].state == "lost"
+    seen = world.picture().members[1]
+    assert seen.state == "lost"
+    assert seen.again_at - seen.since == pytest.approx(3 * world.rules.silence_s)  # it may go on until then
     process(world, 1).paused = False
     assert formed(world) == [0, 2, 1]
     assert world.picture().members[1].replaced == 0
@@ -572,6 +574,23 @@ def test_a_number_that_the_journal_lost_is_not_used_again():
     for tick in range(1, 50):
         roster.tick(tick / 10)
     assert [o.view.number for _, o in roster.take() if isinstance(o, NewView)][-1] == 8
+
+
+@pytest.mark.parametrize("back", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_who_was_replaced_after_the_journals_end_is_followed_by_the_one_in_its_place(back):
+    """A full disk: the scheduler that is started again knows nothing of the last replacement."""
+    world = World({"a": 3}, least=2, target=3, most=3)
+    formed(world)
+    journal = world.roster.dump()
+    world.kill(process(world, 1))
+    assert formed(world) == [0, 2, 1]
+    there = world.living()
+    world.roster.dump = lambda: journal
+    for id, slow_s in zip(back, (0.1, 0.3, 0.5)):  # the order in which they dial again
+        process(world, id).begun, process(world, id).slow_s = world.now, 0.2 + slow_s
+    world.restart(0.2)
+    assert sorted(formed(world, 8.0)) == [0, 1, 2]
+    assert world.living() == there
 
 
 def test_a_second_process_is_refused_while_the_first_lives():

@@ -365,7 +365,7 @@ def _say_how_it_ended(spec: JobSpec, job: Job, outcome: Outcome, display: Displa
     elif first := outcome.first_failed:
         workers = spec.elastic.most if spec.elastic else spec.num_members
         display.say(ending.failure(outcome, first, logs, workers=workers, again=again, reason=job.reason))
-    elif spec.num_members > 1 and not job.met:
+    elif spec.num_members > 1 and not job.met and not job.reason:
         display.say(ending.never_joined(spec.num_members))
 
 

@@ -107,6 +107,11 @@ def waiting_in(root: Path) -> list[tuple[Path, Held]]:
     return sorted(found, key=lambda one: one[1].at, reverse=True)
 
 
+def launcher_gone(known: Known) -> bool:
+    """Whether the launcher has been on this host, and is not there any more."""
+    return known.run is not None and known.run.host == this_host() and not record.is_running(known.directory)
+
+
 def how_it_stands(known: Known) -> str:
     """In half a line."""
     run = known.run

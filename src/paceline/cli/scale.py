@@ -49,6 +49,6 @@ def _reach(known: runs.Known) -> reach.Reach:
             f"run {name!r} has a fixed number of members: start it with -n MIN:MAX, and without servers, to scale it"
         )
     where = reach.read(known.directory)
-    if where is None:
+    if where is None or runs.launcher_gone(known):  # it leaves scheduler.json behind where it was killed
         raise ConfigError(f"run {name!r} is not running: {runs.how_it_stands(known)}")
     return where

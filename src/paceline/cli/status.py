@@ -115,7 +115,7 @@ def _elastic(known: Known) -> list[str]:
     """The scheduler's picture; nothing where it cannot be reached, or no longer runs."""
     try:
         where = reach.read(known.directory)
-        if where is None:
+        if where is None or runs.launcher_gone(known):
             return []
         picture = agent_line.look(where.address, where.token, limit_s=_LIMIT_S)
     except PacelineError as error:

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"run {name!r} was not started by paceline run: end it where it was started")
     if run.host == this_host() and record.is_running(directory):
         _signal(run.pid, kill=given.kill)
-    elif where := reach.read(directory) if run.least else None:
+    elif where := reach.read(directory) if run.least and not runs.launcher_gone(known) else None:
         try:
             print(agent_line.halt(where.address, where.token, drain=not given.kill, limit_s=_LIMIT_S))
         except PacelineError:

@@ -5,6 +5,7 @@ A sink is anything that takes an event. The file sink flushes each line, so that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -64,7 +65,8 @@ class JsonLines:
             print(f"paceline: events are no longer written to {self.path}: {error}")
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk has not taken would be written once more
+            self._file.close()
 
 
 def _plain(value: Any) -> Any:

@@ -196,7 +196,14 @@ class ElasticJob(RecordedJob):
         if ground := self._elastic.ground:
             return ground.keeper(told, self.token, self._scheduled, self._say)
         log = self.dir / "logs" / "scheduler.log"
-        return Keeper(self._scheduler(told), self._show, log, on_started=self._scheduled, say=self._say)
+        return Keeper(
+            self._scheduler(told),
+            self._show,
+            log,
+            on_started=self._scheduled,
+            say=self._say,
+            silence_s=self._elastic.silence_s,
+        )
 
     def _parameters(self) -> Parameters:
         journal = self.dir / "scheduler.sqlite"
@@ -233,7 +240,9 @@ class ElasticJob(RecordedJob):
         reach.write(self.dir, where)
         self._kit.reach(address)
         waits = Waits(self._hosts, self._elastic.begin, self.settings.join_limit_s)
-        self._story = Story(address, self.token, self._elastic.replacements, self._say, waits)
+        self._story = Story(
+            address, self.token, self._elastic.replacements, self._say, waits, lambda: self._crew.stopped_by
+        )
         host = Host(name=self._own_name, slots=self._elastic.own_slots)
         self._line = AgentLine(address, self.token, host, limit_s=self.settings.join_limit_s)
         if self._elastic.hosts or self._elastic.ground:

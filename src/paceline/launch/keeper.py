@@ -1,7 +1,8 @@
 """Keeps a scheduler's process alive: started again when it ends, since a run can do without one only for a while.
 
 A scheduler keeps its state in a journal and comes back with the same address, so that members and agents need only
-redial; see `membership.scheduler`. Its output goes to logs/scheduler.log.
+redial; see `membership.scheduler`. One that somebody has stopped is killed, so that it is. Its output goes to
+logs/scheduler.log.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 from paceline.core.errors import PacelineError
 from paceline.core.lost import how
 from paceline.membership.process import Process, Show, Start
+from paceline.membership.stopped import Stopped
 from paceline.membership.watch import Watch
 
 _FIRST_WAIT_S = 0.1  # doubled with each restart within the window
@@ -33,16 +35,25 @@ class Keeper:
     Args:
         on_started: gets its address and its process number.
         say: gets what the user should know.
+        silence_s: after which one that is stopped (SIGSTOP) is killed.
     """
 
     def __init__(
-        self, start: Start, show: Show, log: Path, *, on_started: Callable[[str, int], None], say: Callable[[str], None]
+        self,
+        start: Start,
+        show: Show,
+        log: Path,
+        *,
+        on_started: Callable[[str, int], None],
+        say: Callable[[str], None],
+        silence_s: float = 3.0,
     ) -> None:
         self._start = start
         self._show = show
         self._log = log
         self._on_started = on_started
         self._say = say
+        self._stopped = Stopped(silence_s)
         self._process: Process | None = None
         self._known = False  # whether the present one has said its address
         self._at = 0.0  # when it may be started
@@ -58,6 +69,9 @@ class Keeper:
         if self._process and not self._known and (address := _address(self._process.tail)):
             self._known = True
             self._on_started(address, self._process.pid)
+        for process in self._stopped.too_long([self._process] if self._process else [], time.monotonic()):
+            process.why = f"stopped for {self._stopped.silence_s:g} s"
+            process.signal(signal.SIGKILL)
         if self._process or self._ending or self.gave_up or time.monotonic() < self._at:
             return
         try:
@@ -79,7 +93,7 @@ class Keeper:
 
     def _note_end(self, process: Process | None) -> None:
         if process is not None and process.code is not None:
-            self._wait(how(process.code), process.tail[-1] if process.tail else "")
+            self._wait(process.why or how(process.code), process.tail[-1] if process.tail else "")
 
     def _wait(self, end: str, line: str) -> None:
         """Before it is started again, if it is."""

@@ -5,11 +5,14 @@ Between `--hosts` and the engines. Whatever cannot be read is a ConfigError that
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
+import signal
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.core import labels
@@ -17,16 +20,17 @@ from paceline.core.errors import ConfigError
 from paceline.core.lost import how
 from paceline.launch.spec import Room
 
-_PROGRAM_LIMIT_S = 30.0
+_PROGRAM_LIMIT_S, _GLANCE_S = 30.0, 0.2
 _MOST = 10_000  # slots
 _NAME = re.compile(r"([A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.%-]*")
 _FILES = (".txt", ".hosts", ".list", ".conf", ".cfg", ".sh", ".py")
 
 
-def read(source: str) -> dict[str, Room]:
+def read(source: str, over: Callable[[], bool] = lambda: False) -> dict[str, Room]:
     """Hosts by name, as in a:4,b:4, from a file or from what a program prints; ConfigError says what is wrong with it.
 
-    Blank lines and what follows a # do not count; a host without a number has one slot, and without labels none.
+    Blank lines and what follows a # do not count; a host without a number has one slot, and without labels none. Once
+    it is `over`, no program is waited for.
     """
     path = Path(source)
     if is_list(source):
@@ -35,16 +39,7 @@ def read(source: str) -> dict[str, Room]:
         raise ConfigError(f"--hosts {source!r}: there is no such file")
     if not os.access(path, os.X_OK):
         return parse(path.read_text(errors="replace"), source)
-    try:
-        done = subprocess.run([path.absolute()], capture_output=True, text=True, timeout=_PROGRAM_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"--hosts {source!r}: the program did not end within {_PROGRAM_LIMIT_S:g} s") from None
-    except OSError as error:
-        raise ConfigError(f"--hosts {source!r}: the program cannot be started: {error.strerror}") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        raise ConfigError(f"--hosts {source!r}: the program ended with {how(done.returncode)}: {last}")
-    return parse(done.stdout, source)
+    return parse(_printed(path, source, over), source)
 
 
 def some(source: str) -> dict[str, Room]:
@@ -156,6 +151,35 @@ def _named(source: str) -> dict[str, Room]:
             ) from None
         _add(found, name, room, f"--hosts {source!r}")
     return found
+
+
+def _printed(path: Path, source: str, over: Callable[[], bool]) -> str:
+    """What a program prints; one that does not end is ended, with all that it has started."""
+    deadline = time.monotonic() + _PROGRAM_LIMIT_S
+    pipe = subprocess.PIPE
+    try:
+        program = subprocess.Popen(
+            [path.absolute()], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+    except OSError as error:
+        raise ConfigError(f"--hosts {source!r}: the program cannot be started: {error.strerror}") from None
+    with program:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    out, err = program.communicate(timeout=_GLANCE_S)
+                    break
+                if over() or time.monotonic() >= deadline:
+                    text = f"--hosts {source!r}: the program did not end within {_PROGRAM_LIMIT_S:g} s"
+                    raise ConfigError(text)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            raise
+    if program.returncode:
+        last = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
+        raise ConfigError(f"--hosts {source!r}: the program ended with {how(program.returncode)}: {last}")
+    return out.decode(errors="replace")
 
 
 def _add(found: dict[str, Room], name: str, room: Room, where: str) -> None:

@@ -99,10 +99,10 @@ class Posts:
         self._where = msgspec.json.encode(where) + b"\n"
         self._show = show
         self._say = say
+        self._closed = threading.Event()
         self._wanted = self._list()
         self._posts: dict[str, _Post] = {}
         self._complained = ""
-        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-posts", daemon=True)
         self._thread.start()
 
@@ -145,13 +145,13 @@ class Posts:
         try:
             self._wanted, self._complained = self._list(), ""
         except (ConfigError, OSError) as error:  # who is there stays
-            if str(error) != self._complained:
+            if str(error) != self._complained and not self._closed.is_set():
                 self._complained = str(error)
                 self._say(f"warning: {error}; the hosts that are known stay")
 
     def _list(self) -> dict[str, Room]:
         ground = self._elastic.ground
-        return dict(ground.hosts()) if ground else listed.read(self._elastic.hosts)
+        return dict(ground.hosts()) if ground else listed.read(self._elastic.hosts, self._closed.is_set)
 
     def _turn(self, name: str, post: _Post, now: float) -> None:
         wanted = self._wanted.get(name) == post.room

@@ -7,6 +7,7 @@ lost member is replaced, and what it knows of other hosts is told too.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +23,11 @@ _LIMIT_S = 2.0  # for an answer
 _WAITS_S = 3.0  # after which it is said for whom
 
 
-def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]:
-    """What has happened between two pictures, a line each; before the first, nothing has."""
+def tell(before: Picture | None, after: Picture, replacements: int, stopped_by: int = 0) -> list[str]:
+    """What has happened between two pictures, a line each; before the first, nothing has.
+
+    `stopped_by`: the signal by which the run is being stopped; nobody is started again then.
+    """
     lines = []
     earlier = {seen.id: seen for seen in before.members} if before else {}
     over = before is not None and before.over is not None
@@ -34,7 +38,8 @@ def tell(before: Picture | None, after: Picture, replacements: int) -> list[str]
         lost_now = seen.state == "lost" and not known and (not seen.unsure or after.over is not None)
         replaced_now = not known and seen.replaced > (old.replaced if old else 0)
         if lost_now or replaced_now:
-            lines.append(_lost(seen, after, replacements))
+            if stopped_by in (0, signal.SIGTERM):  # by another one all are ended at once, which is no news
+                lines.append(_lost(seen, after, replacements, stopped=bool(stopped_by)))
         elif old and old.state != "drained" and seen.state == "drained" and after.over is None:
             stay = is_in - {s.id for s in after.members if s.state in ("draining", "leaving", "drained")}
             if seen.why == LEFT:
@@ -94,13 +99,20 @@ class Story:
     """Looks at a run now and then, and says what has happened."""
 
     def __init__(
-        self, address: str, token: str, replacements: int, say: Callable[[str], None], waits: Waits | None = None
+        self,
+        address: str,
+        token: str,
+        replacements: int,
+        say: Callable[[str], None],
+        waits: Waits | None = None,
+        stopped_by: Callable[[], int] = lambda: 0,
     ) -> None:
         self._waits = waits or Waits()
         self._waited = ""  # what was said of it last
         self._where = (address, token)
         self._replacements = replacements
         self._say = say
+        self._stopped_by = stopped_by
         self._closed = threading.Event()
         self.newest: Picture | None = None
         self.met = False
@@ -118,7 +130,7 @@ class Story:
             closed = self._closed.wait(_LOOK_S)  # and look a last time
             with contextlib.suppress(PacelineError):  # it is started again, and tells us then
                 picture = look(*self._where, limit_s=_LIMIT_S)
-                for line in tell(self.newest, picture, self._replacements):
+                for line in tell(self.newest, picture, self._replacements, self._stopped_by()):
                     self._say(line)
                 self.newest, self.met = picture, self.met or has_met(picture)
                 if picture.view is not None:
@@ -158,9 +170,9 @@ def _train(ids: set[int]) -> str:
     return "1 member trains now" if len(ids) == 1 else f"{len(ids)} members train now"
 
 
-def _lost(seen: Seen, picture: Picture, replacements: int) -> str:
+def _lost(seen: Seen, picture: Picture, replacements: int, *, stopped: bool) -> str:
     what = f"member {seen.id} {seen.why or 'was lost'}"
-    if picture.over is not None:
+    if picture.over is not None or stopped:
         return gone(what, seen.replaced, replacements, None, "")
     left = _ids(picture) - {other.id for other in picture.members if other.state == "lost"}
     others = "the others go on" if len(left) >= picture.least else "the others wait" if left else "nobody is left"

@@ -24,6 +24,7 @@ from paceline.membership.process import Process, Show, Start
 from paceline.membership.watch import Watch
 
 _LOOK_S = 0.25  # for processes that are stopped
+_STANDBY_KILLS = 3  # of those that wait, after which none is started: there may be no memory for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class Crew:
         self._running: dict[int, Process] = {}  # by id
         self._standbys: list[Process] = []
         self._no_standbys = means.standby is None  # or they end by themselves
+        self._standby_kills = 0
         self._seen: set[int] = set()  # ids that were started before
         self._asked: dict[int, float] = {}  # process numbers that were told to end, and when
         self._started_at = 0.0
@@ -214,9 +216,11 @@ class Crew:
 
     def _note_end(self, process: Process) -> None:
         assert process.code is not None
-        if process in self._standbys:  # nobody told it to end: it cannot import what it must
+        if process in self._standbys:  # nobody told it to end: it cannot import what it must, or was killed
             self._standbys.remove(process)
-            self._no_standbys = True
+            self._standby_kills += process.code < 0
+            self._no_standbys = process.code >= 0 or self._standby_kills >= _STANDBY_KILLS
+            self._started_at = time.monotonic()  # the next one after a rest
         if self._running.get(process.rank) is not process:
             return
         with self._lock:

@@ -360,8 +360,11 @@ class Roster:
         return failing or (seat.vain and not self._books.run.stepped)
 
     def _again_at(self, seat: Seat, now: float, wall: float) -> float:
-        again = seat.state == "lost" and seat.wanted
-        return wall + self._books.watch[seat.id].start_at - now if again else 0.0
+        if seat.state != "lost" or not seat.wanted:
+            return 0.0
+        watch = self._books.watch[seat.id]
+        runs = watch.stop_at is not None and self._books.hosts.runs(seat.host, seat.id)  # and is ended first
+        return wall + max(watch.start_at, watch.stop_at if runs and watch.stop_at else 0.0) - now
 
     def _checked(self, id: int) -> Seat:
         most = self._books.rules.most

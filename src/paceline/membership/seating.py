@@ -28,7 +28,19 @@ class Seating:
         watch = books.watch[seat.id]
         if (member.host, member.pid) in seat.past:
             raise Interrupted(f"member {seat.id} was lost ({seat.why}) and replaced: this process ends")
-        if seat.here and (watch.down is None or books.hosts.runs(seat.host, seat.id)):
+        if seat.member is None or view <= seat.held:
+            self._check_free(seat, now)
+        # Else it was in a later view than who sits there, who was replaced: a full disk kept that out of the journal.
+        seat.member, seat.pid, seat.held, seat.ready, seat.wanted = member, member.pid, view, 0, True
+        seat.draining = seat.condemned = seat.parting = False
+        watch.start_by = watch.paused = watch.stop_at = None
+        watch.faults.clear()
+        books.turn(seat, "arrived", now)
+
+    def _check_free(self, seat: Seat, now: float) -> None:
+        """ConfigError where the process that sits there may still run; one that is gone is lost."""
+        books = self._books
+        if seat.here and (books.watch[seat.id].down is None or books.hosts.runs(seat.host, seat.id)):
             other = seat.member
             raise ConfigError(
                 f"id {seat.id} is taken by process {other.pid if other else 0} on {other.host if other else ''}: a "
@@ -39,11 +51,6 @@ class Seating:
             self._forming.settle(now)
         if seat.state == "lost" and books.hosts.runs(seat.host, seat.id) and seat.member:
             raise ConfigError(f"id {seat.id} belongs to a process that still runs on {seat.host}")
-        seat.member, seat.pid, seat.held, seat.ready, seat.wanted = member, member.pid, view, 0, True
-        seat.draining = seat.condemned = seat.parting = False
-        watch.start_by = watch.paused = watch.stop_at = None
-        watch.faults.clear()
-        books.turn(seat, "arrived", now)
 
     def ended(self, name: str, id: int, how: str, code: int | None, now: float) -> None:
         books = self._books
