@@ -79,6 +79,7 @@ def paceline(*args):
         (["-n", "4", "--strategy", "sync", "--silence-s", "2"], "leave it out, or give --replacements"),
         (["-n", "2:4", "--silence-s", "0"], "'0' is not a number of seconds of at least 0.1"),
         (["-n", "2:4", "--replacements", "-1"], "'-1' is not a whole number of at least 0"),
+        (["-n", "2:4", "--hosts", ""], "--hosts: '' names no host"),  # an empty variable of a shell
     ],
 )
 def test_what_cannot_be_elastic(capsys, options, message):

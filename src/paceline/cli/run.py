@@ -45,6 +45,13 @@ Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of t
 130 after Ctrl-C, 143 after SIGTERM; of an elastic run that finished it is 0, whoever was lost on the way.
 """
 
+
+def _listed(text: str) -> str:
+    if not text.strip():
+        raise ConfigError(f"{text!r} names no host: give a:4,b:4, a file or a program, or leave it out")
+    return text
+
+
 _DEFAULT = Elastic(least=1, most=1)
 _ELASTIC = (
     Flag("replacements", "N", whole(0), "how often each member may be started again; with servers also with -n N"),
@@ -53,7 +60,7 @@ _ELASTIC = (
     Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
     Flag("port", "P", whole(0), "of that address; 0: any that is free"),
     Flag("slots", "K", whole(0), "members that this host may have"),
-    Flag("hosts", "a:4,b:4|FILE", str, "other hosts, also in lines of a file: names, slots, labels; or a program"),
+    Flag("hosts", "a:4,b:4|FILE", _listed, "other hosts, also in lines of a file: names, slots, labels; or a program"),
     Flag("start_on", "COMMAND", str, "what leads to such a host, instead of --on ssh"),
 )
 _SERVED = ("replacements", "silence_s")  # of these, for runs with servers too

@@ -20,7 +20,7 @@ _LOOK_S = 0.1
 _LIMIT_S = 10.0  # for the scheduler's answer
 _EPILOG = """\
 examples:
-  paceline stop big            as Ctrl-C there; members of an elastic run finish the step under way
+  paceline stop big            as SIGTERM there; members of an elastic run finish the step under way
   paceline stop big --kill     at once
 
 A run that was stopped goes on where it stopped when it is started again with the same --name.
