@@ -119,7 +119,6 @@ def test_post_local_is_all_reduce_first() -> None:
         slow("local(every=drift(0.02, least=2, most=6))"),
         slow("diloco(every=8, overlap=2)"),
         "diloco(every=8, overlap=overlap(3, fragments=2, merge=1.0))",
-        "diloco(every=8, overlap=overlap(3, fragments=2, merge=shift), average=samples)",
     ],
 )
 def test_members_are_equal_after_the_last_round(words: str) -> None:
@@ -222,66 +221,6 @@ def test_with_overlap_the_exchange_goes_on_while_members_train() -> None:
             return member.weights
 
     assert torch.equal(*together(2, body))
-
-
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_weights_that_shift_keep_what_they_learn_while_an_exchange_is_under_way(fragments: int) -> None:
-    """Members with the same data agree on what each has sent: then they train as if nobody had exchanged anything."""
-
-    def trained(size: int, merge: object) -> torch.Tensor:
-        def body(group: Group) -> torch.Tensor:
-            words = f"local(every=9, overlap='overlap(3, fragments={fragments}, merge={merge})')"
-            with closing(Member(group, make_strategy(words), net())) as member:
-                member.batch = lambda: torch.randn(8, 6, generator=torch.Generator().manual_seed(member.step))  # type: ignore[method-assign]
-                member.train(31)
-                return torch.stack([*member.own, member.weights])
-
-        return together(size, body)[0]
-
-    alone = trained(1, "shift")  # which has nobody to exchange with
-    torch.testing.assert_close(trained(2, "shift"), alone, rtol=1e-5, atol=1e-6)
-    assert float((trained(2, 0.5) - alone).norm()) > 1e-3
-
-
-@pytest.mark.parametrize("steps", [(10, 16), (13, 9)])
-def test_who_waits_for_others_has_nothing_that_could_shift(steps: tuple[int, int]) -> None:
-    """What it takes part in while it waits becomes its weights, also where an exchange of its own was under way."""
-
-    def body(group: Group) -> torch.Tensor:
-        words = "local(every=4, overlap='overlap(3, fragments=1, merge=shift)')"
-        with closing(Member(group, make_strategy(words), net())) as member:
-            member.train(steps[group.rank])
-            member.strategy.together()
-            with member.strategy.showing():
-                agreed = member.weights
-            if steps[group.rank] == min(steps):
-                assert torch.equal(member.weights, agreed)
-            member.train(4)
-            member.strategy.together(end=True)
-            return member.weights
-
-    assert torch.equal(*together(2, body))
-
-
-def test_weights_that_shift_get_over_a_member_that_has_lost_its_own() -> None:
-    """The one that is left out takes over the others' weights, with what it was sending forgotten."""
-
-    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        words = "local(every=8, overlap='overlap(2, fragments=2, merge=shift)')"
-        with closing(Member(group, make_strategy(words), net())) as member:
-            member.train(3)
-            if group.rank:
-                member.model[0].weight.data.fill_(torch.inf)  # type: ignore[union-attr, operator]
-                member.model[4].weight.data.fill_(torch.inf)  # type: ignore[union-attr, operator]
-            member.train(3)
-            own = member.weights
-            member.train(9)
-            member.strategy.together(end=True)
-            return own, member.weights
-
-    (_, first), (healed, second) = together(2, body)
-    assert bool(torch.isfinite(healed).all())
-    assert torch.equal(first, second)
 
 
 def test_members_that_took_unlike_numbers_of_steps_meet() -> None:

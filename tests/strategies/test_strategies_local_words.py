@@ -19,7 +19,6 @@ from tests.strategies._apart import Member, net
         "local",
         "local(every='50..400')",
         "local(every=100, outer='nesterov(lr=0.7, momentum=0.9)')",
-        "local(every=8, overlap='overlap(steps=2, fragments=2, merge=shift)')",
         "local(every=8, overlap='overlap(steps=2, fragments=2, merge=0.5)', codec='sign(block=1024), feedback=False')",
     ],
 )
@@ -60,7 +59,6 @@ def test_a_name_on_the_command_line_goes_before_another_in_the_script() -> None:
         ({"overlap": 30}, "at most overlap=25"),
         ({"every": 3, "overlap": 1}, "a larger every"),
         ({"overlap": "overlap(5, merge=0)"}, "more than 0"),
-        ({"overlap": "overlap(5, merge=shifted)"}, "or shift"),
         ({"warmup": -1}, "a whole number"),
     ],
 )

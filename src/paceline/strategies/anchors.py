@@ -4,7 +4,6 @@
     carry    times this member's weight, through the codec, to the average over the members; by a thread beside training
     apply    the average is the gradient of the outer optimizer, which moves the anchors: the same bits on all members
     mix      weights become the anchors, or go a part of the way
-    shift    or move by as much as the anchors are from the weights that were sent (`leave`)
 
 Anchors of weights in half precision are float32, so that a small outer step is not rounded away. The buckets are those
 of all-reduce (`buckets.Layout`), laid out over the anchors, and so are the ways in which they are summed (`reducers`).
@@ -55,7 +54,6 @@ class Anchors:
         self._anchors = [torch.nn.Parameter(_wide(p)) for p in self.parameters]
         self._outer, self._words = outer.make(self._anchors), outer.words
         self._own: list[torch.Tensor] = []  # weights of this member, while the anchors are shown in their place
-        self._left: dict[int, torch.Tensor] = {}  # weights as they were sent, until what became of them is mixed in
         self._cuts = fragments
         self.lay_out(group, near)
 
@@ -191,24 +189,8 @@ class Anchors:
                 p.add_(anchor.to(p.dtype) - p, alpha=merge)
 
     @torch.no_grad()
-    def leave(self, fragment: int) -> None:
-        """Keep what is sent now."""
-        self._left = {i: self.parameters[i].detach().clone() for i in self._fragments[fragment]}
-
-    @torch.no_grad()
-    def shift(self, fragment: int) -> None:
-        """Weights become the anchors with what they have learnt since they were sent, which is nothing where they were
-        sent while this member waited for others."""
-        for i in self._fragments[fragment]:
-            p, anchor = self.parameters[i], self._anchors[i].detach()
-            learnt = p.to(anchor.dtype) - self._left[i].to(anchor.dtype) if i in self._left else 0.0
-            p.copy_(anchor + learnt)
-        self._left = {}
-
-    @torch.no_grad()
     def reset(self) -> None:
         """All members' weights are equal: these are the anchors now."""
-        self._left = {}
         for p, anchor in zip(self.parameters, self._anchors):
             anchor.copy_(p)
 
@@ -288,13 +270,6 @@ class Anchors:
         for name, p in zip(self.names, self.parameters):
             if name in weights:
                 p.copy_(weights[name])
-
-    def left(self) -> dict[str, torch.Tensor]:
-        """This member's own weights as they were sent, by name."""
-        return {self.names[i]: weight for i, weight in self._left.items()}
-
-    def load_left(self, left: dict[str, torch.Tensor]) -> None:
-        self._left = {i: left[name].to(self.parameters[i]) for i, name in enumerate(self.names) if name in left}
 
 
 def _wide(p: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,6 @@ class RoundState:
         return {
             "place": list(astuple(Place() if elastic else r.place)),
             "weights": [] if elastic else [part.weights() for part in r.parts],
-            "left": [] if elastic else [part.left() for part in r.parts],
             "buffers": {"coming": torch.zeros(0, dtype=torch.int64)} if elastic else r.movers.state(),
             "optimizers": [] if first else [optimizer.state_dict()["state"] for optimizer in r.optimizers],
             "coders": [part.coder.state() for part in r.parts if part.coder],
@@ -87,8 +86,6 @@ class RoundState:
         r.place = Place(*mine["place"]) if goes_on else Place(moved=mine["place"][-1])
         for part, weights in zip(r.parts, mine["weights"]):
             part.load_weights(weights)
-        for part, left in zip(r.parts, mine.get("left", ())):  # older checkpoints have none
-            part.load_left(left)
         r.movers.load(mine["buffers"])
         self._load_optimizers(states)
         if goes_on:

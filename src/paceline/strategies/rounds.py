@@ -159,7 +159,6 @@ class Rounds:
         if place.since >= self._sent_at(place.next):
             place.arriving, place.left = place.next, self.plan.overlap.steps
             self.begin(self.note(place.next))
-            self._leave()
             self.advance(place.next)
             if not place.left:
                 self.mix()
@@ -337,15 +336,8 @@ class Rounds:
                 for fragment in range(self.cuts):
                     part.mix(fragment, 1.0)
             self.movers.mix(1.0)
-            self._leave()
             for optimizer in self.optimizers:
                 optimizer.state.clear()
-
-    def _leave(self) -> None:
-        """Keep the weights of the fragment under way, where they are to shift."""
-        if self.plan.overlap.shifts and self.place.arriving >= 0:
-            for part in self.parts:
-                part.leave(self.place.arriving)
 
     def mix(self, merge: float | None = None) -> None:
         """Weights go on from what was agreed, if something was."""
@@ -355,12 +347,9 @@ class Rounds:
         if place.arriving < 0:
             return
         if merge is None:
-            merge = overlap.share if overlap.steps else 1.0
+            merge = overlap.merge if overlap.steps else 1.0
         for part in self.parts:
-            if overlap.shifts and merge < 1.0:
-                part.shift(place.arriving)
-            else:
-                part.mix(place.arriving, merge)
+            part.mix(place.arriving, merge)
         if place.arriving == self.cuts - 1:
             self.movers.mix(merge)
         place.arriving = -1

@@ -10,13 +10,7 @@ With overlap a model is cut into fragments. With H steps and F fragments, fragme
 round and mixed in `steps` later, when it is waited for if it is not there: the same step on all members, so that a run
 does not depend on the network's moods. So `steps` is at most H/F, and one fragment is under way at a time.
 
-    merge     0.5          weights go half of the way to what was agreed on, and give up half of what they learnt
-                           meanwhile [1]
-              shift        weights move as what they were when they were sent has moved, from there to what was agreed
-                           on: what was learnt meanwhile stays, for the next difference [2]
-
-[1] Douillard and others, Streaming DiLoCo with overlapping communication, 2025. [2] Shen and others, Faster distributed
-deep net training: computation and communication decoupled SGD, 2019.
+Reference: Douillard and others, Streaming DiLoCo with overlapping communication, 2025.
 """
 
 from __future__ import annotations
@@ -134,9 +128,6 @@ def _check_range(least: object, most: object, words: str) -> None:
         raise ConfigError(f"{words}: from at least 1 step up to no fewer, such as 50..400")
 
 
-SHIFT = "shift"
-
-
 @dataclass(frozen=True)
 class Overlap:
     """How much of an exchange goes on while members train.
@@ -144,38 +135,26 @@ class Overlap:
     Args:
         steps: after so many, what was sent is mixed in; 0: at once, when all wait for it.
         fragments: parts of the model that are sent one after the other.
-        merge: the share of the new weights in what a member goes on with, beside what it has learnt meanwhile; or
-            "shift": all of both.
+        merge: the share of the new weights in what a member goes on with, beside what it has learnt meanwhile.
     """
 
     steps: int = 0
     fragments: int = 4
-    merge: float | str = 0.5
+    merge: float = 0.5
 
     def __post_init__(self) -> None:
         if not whole(self.steps) or self.steps < 0:
             raise ConfigError(f"overlap={self.steps!r}: a whole number of steps is needed, such as 5, or 0")
         if not whole(self.fragments) or not 1 <= self.fragments <= 1000:
             raise ConfigError(f"overlap(fragments={self.fragments!r}): a whole number from 1 to 1000 is needed")
-        if self.merge != SHIFT and (not finite(self.merge) or not 0 < self.merge <= 1):  # type: ignore[operator]
-            raise ConfigError(f"overlap(merge={self.merge!r}): more than 0 and at most 1, or {SHIFT}")
+        if not finite(self.merge) or not 0 < self.merge <= 1:
+            raise ConfigError(f"overlap(merge={self.merge!r}): more than 0 and at most 1")
 
     @property
     def words(self) -> int | str:
         if (self.fragments, self.merge) == (4, 0.5):
             return self.steps
         return f"overlap(steps={self.steps}, fragments={self.fragments}, merge={self.merge})"
-
-    @property
-    def shifts(self) -> bool:
-        """Whether weights keep all that they learn while a fragment is under way."""
-        return bool(self.steps) and self.merge == SHIFT
-
-    @property
-    def share(self) -> float:
-        """Of what was agreed on. Where weights shift it is that of buffers: statistics that shifted might be no
-        statistics any more, such as a variance below zero."""
-        return 0.5 if isinstance(self.merge, str) else self.merge
 
     @property
     def cuts(self) -> int:
