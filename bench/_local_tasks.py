@@ -1,4 +1,4 @@
-"""What the members of `bench.local` learn: characters of English by a small GPT, and Fashion-MNIST by a CNN.
+"""What the members of `bench.local` learn: characters of English by GPTs of two sizes, and Fashion-MNIST by a CNN.
 
 The text is the file or folder BENCH_TEXT, else Debian's dict-gcide, else the sources of Python's standard library,
 which are real text and everywhere; its last twentieth is held out. The images are those of `_network_accuracy`.
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from bench import _network_accuracy as fashion
 from bench._simulation import small_cnn
-from bench.models import Batch, character_gpt, fashion_cnn
+from bench.models import Batch, character_gpt, fashion_cnn, wide_gpt
 
 DEVICE = fashion.DEVICE
 CONTEXT, VOCABULARY = 64, 128
@@ -44,6 +44,7 @@ class Task:
     lr: float
     steps: int
     rising: bool  # what is measured: accuracy; else loss, in nats
+    whole: bool = False  # DDP's side is trained by one process with the batches of all: its gradient is the same mean
     device: str = DEVICE
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -160,6 +161,17 @@ TASKS = {
         lr=2e-3,
         steps=12000,
         rising=False,
+    ),
+    "wide": Task(  # through gloo, a step of DDP's with all these gradients on a GPU takes longer than its compute
+        make=wide_gpt,
+        optimizer=_adamw,
+        draw=_draw_text(64),
+        measure=_text_loss,
+        batch=64,
+        lr=1e-3,
+        steps=6000,
+        rising=False,
+        whole=True,
     ),
     "cnn": Task(
         make=fashion_cnn,

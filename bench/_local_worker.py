@@ -41,6 +41,11 @@ SIDES: dict[str, dict[str, Any]] = {
         "every": 60,
         "strategy": f"diloco(every=60, {_OUTER}, {_FOUR_BITS}, overlap=12)",
     },
+    "diloco late": {
+        "kind": "ours",
+        "every": 60,
+        "strategy": f"diloco(every=60, {_OUTER}, {_FOUR_BITS}, overlap=overlap(5, fragments=1))",
+    },
     "sparse diloco": {
         "kind": "ours",
         "every": 60,
@@ -107,6 +112,11 @@ class Agreement:
         with self._strategy.showing():
             return measure(self.model)
 
+    @property
+    def waited_s(self) -> float:
+        """For exchanges, of our sides; others do not tell."""
+        return float(self._world.waited_s) if self._strategy else 0.0
+
     def close(self) -> None:
         if self._strategy:
             self._strategy.close()
@@ -141,16 +151,23 @@ def drop(name: str) -> None:
 
 
 def block(name: str, steps: int, hurry: bool = False) -> dict[str, float]:
-    """Run steps: their seconds, processor time and the bytes that left this host. `hurry`: without the sleep."""
+    """Run steps: their seconds, processor time, seconds waited and the bytes that left this host. `hurry`: without the
+    sleep."""
     model, agreement, compute = _loops[name]
     still = network.Compute(0.0, [(parameter, 0.0) for parameter, _ in compute.backward])
     model.compute = still if hurry else compute
     dist.barrier()
-    sent, busy, began = network._sent_bytes(), time.process_time(), time.perf_counter()
+    waited, sent, busy = agreement.waited_s, network._sent_bytes(), time.process_time()
+    began = time.perf_counter()
     for _ in range(steps):
         agreement.step(lambda forward: forward())
     seconds = time.perf_counter() - began
-    return {"seconds": seconds, "busy_s": time.process_time() - busy, "sent_bytes": network._sent_bytes() - sent}
+    return {
+        "seconds": seconds,
+        "busy_s": time.process_time() - busy,
+        "waited_s": agreement.waited_s - waited,
+        "sent_bytes": network._sent_bytes() - sent,
+    }
 
 
 # ---- loss: real compute
@@ -163,14 +180,23 @@ class Training:
         torch.manual_seed(seed)
         self.task, self.lr, self.seed, self.total, self.case, self.done = task, lr, seed, total, case, 0
         self.model = task.make().to(task.device)
+        self.ranks = [workers.RANK]  # whose batches this member trains on
+        if task.whole and side["kind"] == "ddp":
+            side, self.ranks = SIDES["alone"], list(range(workers.SIZE)) if workers.RANK == 0 else []
         self.agreement = Agreement(self.model, task.optimizer(self.model, lr), side, task.batch)
 
     def step(self) -> None:
         for group in self.agreement.optimizer.param_groups:
             group["lr"] = self.lr * self.task.share(self.done, self.total)
-        batch = self.task.draw(self.seed, self.done, workers.RANK, workers.SIZE, self.case)
-        self.agreement.step(lambda model: self.task.loss(model, batch))
+        if self.ranks:
+            drawn = [self.task.draw(self.seed, self.done, rank, workers.SIZE, self.case) for rank in self.ranks]
+            x, y = (torch.cat(parts) for parts in zip(*drawn))
+            self.agreement.step(lambda model: self.task.loss(model, (x, y)))
         self.done += 1
+
+    def measure(self, model: nn.Module) -> float:
+        """What its batches' members measure on their shares of the held-out data."""
+        return sum(self.task.measure(model, rank, workers.SIZE) for rank in self.ranks)
 
 
 _training: list[Training] = []
@@ -185,9 +211,7 @@ def train(steps: int) -> float:
     training = _training[0]
     for _ in range(steps):
         training.step()
-    end = training.done >= training.total
-    task = training.task
-    return float(training.agreement.look(lambda model: task.measure(model, workers.RANK, workers.SIZE), end=end))
+    return float(training.agreement.look(training.measure, end=training.done >= training.total))
 
 
 def end() -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench import workers
-from bench.models import Batch, Task, _text, character_gpt, fashion_cnn
+from bench.models import Batch, Task, _text, character_gpt, fashion_cnn, wide_gpt
 
 NUM_GRADIENTS = 2  # sets of real gradients per member, taken in turn
 TOKEN = "a token of the benchmark"
@@ -40,6 +40,7 @@ def _images(size: int, seed: int) -> Batch:
 TASKS = {
     "cnn": Task(make=fashion_cnn, batch=_images, batch_size=32),
     "gpt": Task(make=character_gpt, batch=_text(128, 64), batch_size=8),
+    "wide": Task(make=wide_gpt, batch=_text(128, 64), batch_size=8),
 }
 
 
@@ -52,6 +53,11 @@ class Compute(msgspec.Struct, frozen=True):
     @property
     def step_s(self) -> float:
         return self.forward_s + sum(s for _, s in self.backward)
+
+    def scaled(self, step_s: float) -> Compute:
+        """As on a machine that takes so long for a step."""
+        times = step_s / self.step_s
+        return Compute(self.forward_s * times, [(name, times * seconds) for name, seconds in self.backward])
 
 
 def calibrate(task: Task, repeats: int = 15, threads: int = 1) -> Compute:

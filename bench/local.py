@@ -5,8 +5,8 @@
   loss_gap_nats, _sparse             held-out loss at the end with diloco, with sparse diloco, less that with DDP
   compute_share, _sparse             time of the steps without any exchange / of the fastest of ours, of sparse diloco,
                                      at the slowest rate
-  *_cnn                              the same for the Fashion-MNIST CNN, whose gap is in points of accuracy; those
-                                     without are the character GPT's
+  *_cnn, *_wide                      the same for the Fashion-MNIST CNN, whose gap is in points of accuracy, and for a
+                                     GPT of 25M; those without are the character GPT's of 3M
 
 The target is what DDP has at its end, less what may be lost: 0.02 nats, 0.3 points. What sides learn is from real
 training by processes of this host (`_local_quality`); `--outcomes FILE` keeps it, for another machine or another go.
@@ -24,12 +24,14 @@ import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from bench import _local_averages as averages
 from bench import _local_tasks as tasks
+from bench import _local_torchft as peer
 from bench import _local_worker as worker
 from bench import _network_accuracy as fashion
 from bench import _network_worker as network
@@ -44,7 +46,7 @@ SIZE = 4
 RATES = ("10mbit", "100mbit", "1gbit")
 QUICK = ("alone", "ddp", "diloco", "sparse diloco")
 PEERS = ("alone", "ddp", "ddp post-local", "torchft diloco")
-ALLOWED = {"gpt": 0.02, "cnn": 0.003}
+ALLOWED = {"gpt": 0.02, "wide": 0.02, "cnn": 0.003}
 GOALS = {
     "speedup_10mbit": ">= 20",
     "bytes_ratio": ">= 400",
@@ -54,7 +56,7 @@ GOALS = {
     "compute_share": ">= 0.95",
 }
 
-Times = dict[str, list[dict[str, float]]]  # by side: seconds, busy_s, sent_bytes of a step, block by block
+Times = dict[str, list[dict[str, float]]]  # by side: seconds, busy_s, waited_s, sent_bytes of a step, block by block
 
 
 def main() -> None:
@@ -69,11 +71,13 @@ def main() -> None:
         os.environ["BENCH_DATA"], fashion.FOLDER = options.data, Path(options.data)
     if reason := fashion.missing() if "cnn" in chosen or options.averages else "":
         raise SystemExit(f"bench.local: {reason}")
+    if reason := peer.missing(options.torchft) if options.torchft else "":
+        raise SystemExit(f"bench.local: {reason}")
     report = Report("bench.local")
     outcomes = Outcomes(Path(options.outcomes) if options.outcomes else None)
     learnt = _learnt(options, outcomes, chosen, [name for name in names if name != "alone"])
     if options.averages:
-        averages.add_table(report, options, teams(options), _start, outcomes)
+        averages.add_table(report, options, teams(options), partial(_start, options.limit_s), outcomes)
     times: dict[tuple[str, str], Times] = {}
     if reason := "--no-times" if options.no_times else Hosts.missing():
         report.note(f"steps are not timed: {reason}")
@@ -83,7 +87,7 @@ def main() -> None:
         _add_figures(report, task, {rate: times[task, rate] for rate in rates if (task, rate) in times}, learnt[task])
         if options.plot:
             _plot(Path(options.plot), task, {r: times[task, r] for r in rates if (task, r) in times}, learnt[task])
-    if "gpt" in chosen:
+    if {"gpt", "wide"} & set(chosen):
         report.note(f"text: {tasks.text()[1]}; AdamW inside, for all sides alike")
     report.note(
         f"{SIZE} hosts such as this one, load average {os.getloadavg()[0]:.1f}; compute is slept, bytes are real"
@@ -93,7 +97,7 @@ def main() -> None:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tasks", nargs="+", choices=["gpt", "cnn"])
+    parser.add_argument("--tasks", nargs="+", choices=list(ALLOWED), help="gpt and cnn; wide wants a GPU")
     parser.add_argument("--rates", nargs="+", metavar="RATE", help="such as 100mbit")
     parser.add_argument(
         "--sides", nargs="+", metavar="SIDE", help=f"strategies in words, or of {', '.join(worker.SIDES)}"
@@ -101,7 +105,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="of a training; else as the task has it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, of the training")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="compute of a step; else what this machine takes")
     parser.add_argument("--teams", type=int, default=0, help="that train at once, four processes each; else as fits")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of a call: on a CPU, a look at wide takes longer")
     parser.add_argument("--text", default="", metavar="PATH", help="a file, or a folder of .txt, for the GPT")
     parser.add_argument("--data", metavar="DIR", help="with the four idx files; else Debian's package")
     parser.add_argument(
@@ -109,6 +115,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--averages", action="store_true", help="also the table of averages")
     parser.add_argument("--no-times", action="store_true", help="train only")
+    parser.add_argument("--no-training", action="store_true", help="time only, beside what --outcomes has")
     parser.add_argument("--torchft", default="", metavar="PYTHON", help="one that has torchft: time its DiLoCo too")
     parser.add_argument("--plot", metavar="DIR", help="write plots into it")
 
@@ -121,18 +128,18 @@ def _worker() -> None:
     serve(worker.FUNCTIONS)
 
 
-def _start() -> Team:
+def _start(limit_s: float) -> Team:
     """Four members on this host. They are said to be on hosts of their own, so that all encode as between hosts."""
-    return _team([([], f"h{rank}", "127.0.0.1") for rank in range(SIZE)], "lo")
+    return _team([([], f"h{rank}", "127.0.0.1") for rank in range(SIZE)], "lo", limit_s)
 
 
-def _team(places: list[tuple[list[str], str, str]], interface: str) -> Team:
+def _team(places: list[tuple[list[str], str, str]], interface: str, limit_s: float) -> Team:
     commands = []
     for rank, (prefix, host, ip) in enumerate(places):
         own = {"BENCH_RANK": str(rank), "BENCH_SIZE": str(SIZE), "BENCH_HOST": host, "BENCH_ADDRESS": ip}
         own |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, **HUGE_PAGES}
         commands.append(([*prefix, sys.executable, "-m", "bench.local", "--worker"], own))
-    return Team(SIZE, commands, limit_s=600.0)
+    return Team(SIZE, commands, limit_s=limit_s)
 
 
 # ---- what they learn
@@ -144,7 +151,9 @@ def _learnt(options: argparse.Namespace, outcomes: Outcomes, chosen: list[str], 
         for task in chosen:
             total = options.steps or (60 if options.quick else tasks.TASKS[task].steps)
             jobs += [Job(task, name, worker.side(name), seed, tasks.TASKS[task].lr, total) for name in names]
-    found = run_all(jobs, teams(options), _start, outcomes)
+    if options.no_training:
+        jobs = [job for job in jobs if job in outcomes]
+    found = run_all(jobs, teams(options), partial(_start, options.limit_s), outcomes)
     runs: dict[str, Runs] = {task: {} for task in chosen}
     for (task, name, _, _), run in found.items():
         runs[task].setdefault(name, []).append(run)
@@ -163,29 +172,31 @@ def _timed(
 ) -> dict[tuple[str, str], Times]:
     """All rates of a task at once where there are cores enough: members sleep most of the time."""
     times: dict[tuple[str, str], Times] = {}
-    repeats, enough = (1 if options.quick else 2), len(os.sched_getaffinity(0)) >= SIZE * len(rates)
+    enough = len(os.sched_getaffinity(0)) >= SIZE * len(rates)
     for task in chosen:
         named = replace(network.TASKS[task], batch_size=tasks.TASKS[task].batch)
-        compute = network.calibrate(named, threads=len(os.sched_getaffinity(0)))
-        print(f"{task}: compute of a step, with the whole machine: {short(1e3 * compute.step_s)} ms; slept", flush=True)
+        compute = network.calibrate(named, threads=len(os.sched_getaffinity(0)), repeats=3 if options.step_ms else 15)
+        if options.step_ms:
+            compute = compute.scaled(options.step_ms / 1e3)
+        print(f"{task}: compute of a step: {short(1e3 * compute.step_s)} ms; slept", flush=True)
         report.extra[f"compute_ms_{task}"] = 1e3 * compute.step_s
         with ThreadPoolExecutor(len(rates) if enough else 1) as pool:
-            runs = {rate: pool.submit(_measure, task, compute, rate, names, repeats, options.torchft) for rate in rates}
+            runs = {rate: pool.submit(_measure, task, compute, rate, names, options) for rate in rates}
         times |= {(task, rate): run.result() for rate, run in runs.items()}
         for rate in rates:
             _show(task, rate, times[task, rate])
     return times
 
 
-def _measure(task: str, compute: network.Compute, rate: str, names: list[str], repeats: int, torchft: str) -> Times:
+def _measure(task: str, compute: network.Compute, rate: str, names: list[str], options: argparse.Namespace) -> Times:
     """Rounds of all sides in turns; only one has connections at a time, since those that are idle say so now and then.
     What comes before the first step is done at full speed; then a round without compute, in which our rings measure the
     link."""
-    sides = {name: worker.side(name) for name in names}
+    repeats, sides = 1 if options.quick else 2, {name: worker.side(name) for name in names}
     times: Times = {name: [] for name in sides}
     with Hosts(SIZE) as hosts:
         places = [(["ip", "netns", "exec", space], f"h{i}", hosts.ips[i]) for i, space in enumerate(hosts._spaces)]
-        with _team(places, "eth0") as team:
+        with _team(places, "eth0", options.limit_s) as team:
             team.call("connect", described=team.call("describe"))
             for repeat in range(repeats):
                 for name in list(sides) if repeat % 2 == 0 else reversed(list(sides)):
@@ -199,12 +210,10 @@ def _measure(task: str, compute: network.Compute, rate: str, names: list[str], r
                         team.call("block", name=name, steps=side["every"], hurry=True)
                     times[name].append(_block(team, name, side["every"]))
                     team.call("drop", name=name)
-        if torchft:
-            from bench import _local_torchft as peer
-
+        if options.torchft:
             _shape(hosts, None)
             try:
-                with peer.start(hosts, torchft, task, compute.step_s) as team:
+                with peer.start(hosts, options.torchft, task, compute.step_s) as team:
                     team.call("block", steps=peer.EVERY, hurry=True)
                     _shape(hosts, rate)
                     times["torchft diloco"] = [_block(team, "", peer.EVERY) for _ in range(repeats)]
@@ -227,14 +236,16 @@ def _block(team: Team, name: str, count: int) -> dict[str, float]:
 
 def _show(task: str, rate: str, times: Times) -> None:
     alone = times.get("alone")
-    rows = [["side", "ms/step", "range", "busy ms", "kB sent/step", "computing"]]
+    rows = [["side", "ms/step", "range", "busy ms", "waited ms", "kB sent/step", "computing"]]
     for name, taken in times.items():
         low, high = middle(seconds(taken))
         share = short(statistics.median(seconds(alone)) / statistics.median(seconds(taken))) if alone else "-"
         means = {key: statistics.mean(t[key] for t in taken) for key in taken[0]}
         ms = short(1e3 * statistics.median(seconds(taken)))
         spread = f"{short(1e3 * low)} .. {short(1e3 * high)}"
-        rows.append([name, ms, spread, short(1e3 * means["busy_s"]), short(means["sent_bytes"] / 1e3), share])
+        waited = short(1e3 * means["waited_s"]) if means.get("waited_s") else "-"
+        sent = short(means["sent_bytes"] / 1e3)
+        rows.append([name, ms, spread, short(1e3 * means["busy_s"]), waited, sent, share])
     print(f"\n{task} at {rate}, of a step")
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
@@ -285,10 +296,10 @@ def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Run
             continue
         mean, half = gap(plain, runs, rising)
         times_100 = 100 if rising else 1
-        unit = "accuracy_gap_points" if rising else "loss_gap_nats"
-        name = {"diloco": unit, "sparse diloco": f"{unit}_sparse"}.get(side, f"{unit} {side}")
+        unit, task_end = ("accuracy_gap_points", "") if rising else ("loss_gap_nats", end)
+        name = {"diloco": unit, "sparse diloco": f"{unit}_sparse"}.get(side, "")
         figure = Figure(
-            name=name,
+            name=f"{name}{task_end}" if name else f"{unit}{task_end} {side}",
             value=times_100 * mean,
             ours=f"{side} {statistics.mean(r.final for r in runs):.4f}",
             peer=f"ddp {statistics.mean(r.final for r in plain):.4f}",

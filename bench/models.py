@@ -104,6 +104,11 @@ def character_gpt() -> nn.Module:
     return GPT(vocabulary=128, context=64, width=256, heads=8, layers=4)
 
 
+def wide_gpt() -> nn.Module:
+    """25M parameters, 128 characters, context 64."""
+    return GPT(vocabulary=128, context=64, width=512, heads=8, layers=8)
+
+
 def gpt2_small() -> nn.Module:
     """GPT-2 small: 12 layers, width 768, 124M parameters."""
     return GPT(vocabulary=50304, context=1024, width=768, heads=12, layers=12)

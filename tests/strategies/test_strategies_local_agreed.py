@@ -133,6 +133,41 @@ def test_a_member_that_is_not_finite_is_left_out_and_comes_back(words: str) -> N
         together(3, checked)
 
 
+_SAMPLES, _LOSSES = (10, 30, 60), (0.5, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("average", "weights"),
+    [
+        ("mean", [1 / 3] * 3),
+        ("samples", [0.1, 0.3, 0.6]),
+        ("tokens", [0.1, 0.3, 0.6]),
+        ("loss(temperature=0.5)", torch.softmax(-torch.tensor(_LOSSES) / 0.5, 0).tolist()),
+        ("trimmed(1)", None),
+        ("median", None),
+    ],
+)
+def test_a_round_leaves_the_average_that_was_asked_for(average: str, weights: list[float] | None) -> None:
+    """Of what the members had; without weights, the middle one of each element."""
+
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        with closing(Member(group, make_strategy(f"average(every=3, average={average})"), net())) as member:
+            if hear := member.world.listen:
+                told = {"tokens": _SAMPLES[group.rank], "loss": torch.tensor(_LOSSES[group.rank])}
+                member.world.listen = lambda values: hear(told)
+            for _ in range(3):
+                member.world.tally.add(_SAMPLES[group.rank], _SAMPLES[group.rank])
+                member.train(1)
+            return member.own[-1], member.weights
+
+    done = together(3, body)
+    own = torch.stack([before for before, _ in done])
+    expected = own.median(0).values if weights is None else torch.tensor(weights) @ own
+    assert float((own[0] - own[1]).norm()) > 0.01
+    for _, after in done:
+        torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_median_survives_a_huge_member_and_the_mean_does_not() -> None:
     def run(average: str) -> torch.Tensor:
         def body(group: Group) -> torch.Tensor:
