@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.cli import recipes, toml
@@ -103,6 +103,7 @@ def tables():
 
 
 @given(tables())
+@example({"script": "train.py", "root": "--"})
 @settings(deadline=None, max_examples=200)
 def test_arguments_and_back(table):
     given, rest, again = recipes.resolve(lambda words: PARSER, recipes.arguments(PARSER, table))

@@ -191,6 +191,11 @@ class Parser(argparse.ArgumentParser):
             repeats = kwargs.get("action") == "append"
             self.keys[added.dest] = Option(names, parse, str(added.metavar or ""), repeats)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:  # --root=--: Python 3.11 drops it
+            return self._get_value(action, "--")
+        return super()._get_values(action, arg_strings)
+
     def texts(self, options: list[str]) -> dict[str, list[str]]:
         """What was typed for each key, before it was read.
 
