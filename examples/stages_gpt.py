@@ -71,10 +71,20 @@ def main() -> None:
     cut = len(windows) * 9 // 10
     train, test = (TensorDataset(part[:, :-1], part[:, 1:]) for part in (windows[:cut], windows[cut:]))
 
+    def make() -> GPT:
+        return GPT(len(characters), options.context)
+
     run = paceline.join()
+    if run.is_first:
+        batch = torch.zeros(options.batch_size, options.context, dtype=torch.int64)
+        plan = paceline.memory_plan(make, batch, members=run.size)
+        here, whole = plan.choice(run.settings.mesh, run.settings.strategy), plan.choice()
+        for name in "parameters", "gradients", "state", "activations", "at_once":
+            mine, other = getattr(here, name), getattr(whole, name)
+            print(f"plan: {name:11} {mine / 1e6:7.2f} MB on the fullest stage, {other / 1e6:7.2f} MB without a mesh")
     torch.manual_seed(run.seed)
     example = train[:4][0]  # layers are timed on it, so that stages take equally long
-    model = run.model(GPT(len(characters), options.context), like=example, schedule=options.schedule)
+    model = run.model(make(), like=example, schedule=options.schedule)
     optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
     loader = run.loader(train, batch_size=options.batch_size)
 

@@ -107,6 +107,13 @@ def test_stages_gpt_in_two_stages_ends_as_alone(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=0.01)
     held = [int(re.findall(r"holds (\d+) numbers", text)[0]) for text in (*(m.output for m in stages), alone.stdout)]
     assert max(held[:2]) < 0.75 * held[2]
+    planned, whole = (
+        [float(n) for n in re.findall(rf"plan: parameters .* (\d+\.\d\d) MB {where}", stages[0].output)]
+        for where in ("on the fullest stage", "without a mesh")
+    )
+    assert whole == [pytest.approx(4e-6 * held[2], abs=0.01)]
+    assert 0.45 * whole[0] < planned[0] < 0.75 * whole[0]
+    assert "plan:" not in stages[1].output
 
 
 def test_sharded_gpt_tells_its_plan_and_learns() -> None:

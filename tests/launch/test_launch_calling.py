@@ -356,6 +356,7 @@ def test_under_torchrun_it_is_refused(monkeypatch):
         ({"workers": 1, "sed": 3}, "unknown setting 'sed': did you mean 'seed'?"),
         ({"workers": 1, "name": "a/b"}, "name 'a/b': use up to 200 letters"),
         ({"workers": 1, "strategy": "alreduce"}, "unknown strategy 'alreduce': did you mean 'allreduce'?"),
+        ({"workers": 2, "strategy": "zero", "mesh": "shard=2"}, "--mesh shard=2 does not go with --strategy zero"),
         ({"workers": 1, "precision": "bf61"}, "unknown precision 'bf61'"),
         ({"workers": 1, "progress": "on"}, "unknown progress 'on'"),
         ({"workers": 3, "mesh": "shard=2"}, "shard=2"),

@@ -270,3 +270,39 @@ def test_nothing_is_allocated() -> None:
 
 def test_state_of_parameters_of_many_dimensions() -> None:
     assert bytes_of(make_optimizer("adamw"), (2, 3, 4, 5, 6, 7)) == 8 * 5040 + 4
+
+
+class Ends(nn.Module):
+    """Something before the layers, something after them, and where it is tied one tensor that both use."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 128)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 500, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(self.norm(x))
+
+
+def test_what_stands_outside_of_layers_is_on_the_stage_that_uses_it() -> None:
+    inputs = torch.zeros(8, 64, dtype=torch.int64)
+    layer, table, norm = 4 * (128 * 128 + 128), 4 * 500 * 128, 4 * 2 * 128
+    for tied in True, False:  # a tied tensor lies on both
+        found = footprint(lambda tied=tied: Ends(tied), lambda: inputs, FP32)  # type: ignore[misc]
+        assert sum(w.nbytes for w in found.layers[0].weights) == table
+        assert sum(w.nbytes for w in found.layers[-1].weights) == norm + (0 if tied else table)
+        reckoning = Reckoning(found, None, make_optimizer("adamw"), FP32)
+        last = reckoning.cut({"stage": 2}, 2)  # which has the logits too
+        assert last.parameters == (3 if tied else 2) * layer + norm + table
+
+
+def test_what_acts_between_layers_keeps_its_activations_on_their_stage() -> None:
+    stages = memory_plan(mlp, torch.zeros(400, 256), members=2).choice("stage=2")
+    kept = 400 * (512 + 300)  # what comes into the last layer and what comes out of it
+    assert stages.activations > 4 * kept

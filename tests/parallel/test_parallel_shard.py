@@ -109,6 +109,10 @@ def test_checkpoints_pass_between_meshes_bit_by_bit(tmp_path: Path) -> None:
         (["-n", "2:4", "--mesh", "shard=2"], "--mesh replicate=2,shard=2 does not go with -n MIN:MAX"),
         (["-n", "2", "--mesh", "shard=2", "--precision", "fp16"], "precision fp16 and mesh shard=2"),
         (["-n", "2", "--mesh", "shard=2", "--strategy", "async"], "--mesh shard=2 does not go with --strategy async"),
+        (
+            ["-n", "2", "--mesh", "shard=2", "--strategy", "zero(stage=1)"],
+            "does not go with --strategy zero(stage=1): zero",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(args: list[str], said: str, tmp_path: Path) -> None:

@@ -97,11 +97,40 @@ def put(x): x[:, 2] = 0.0
 def put_more(x): x[:, 2:5] += 1.0
 for change in (lambda x: x.cumsum_(1), put, put_more):
     try:
-        change(fused)
+        change(fused.clone())
     except ConfigError as error:
         assert "cannot be changed in place" in str(error)
     else:
         raise AssertionError("a part was changed in place")
+def later(x):
+    piece = x[:, 2:5]
+    piece += 1.0
+    return x * 2
+def dropped(x):
+    x.narrow(1, 2, 3).mul_(2)
+    return torch.cat([x, x])
+def through_a_view(x):
+    x.unsqueeze(0)[..., 2:5].relu_()
+    return F.linear(input=torch.ones(1, 24), weight=x)
+for change in (later, dropped, through_a_view):
+    try:
+        change(fused.clone())
+    except ConfigError as error:
+        assert "was changed in place, and the tensor is used again" in str(error)
+    else:
+        raise AssertionError("a change of a piece was missed")
+piece = (given := fused.clone())[:, 2:5]
+piece += 1.0  # nobody asks for the tensor again
+assert torch.equal(piece, values[:, 2:5] + 1)
+given = fused.clone()
+rows, copies = given[1:], given[:, [2, 3]]  # a view, and what is a copy with plain tensors too
+rows += 1.0
+copies += 1.0
+assert torch.equal(given.whole(), torch.cat([values[:1], values[1:] + 1])) and not given.taken
+with torch.inference_mode():
+    inside = fused.clone()
+    inside[:, 2:5].mul_(2)
+    inside * 2  # such tensors count no changes: nothing is said, and nothing fails
 ys = fused.clone()
 ys += 1
 ys.data.mul_(2)

@@ -13,7 +13,8 @@ from paceline.membership.agent import Ended, Outcome
 from paceline.membership.lines import clean
 
 _HINTS = {
-    signal.SIGKILL: "killed from outside: out of memory? `dmesg` tells; fewer members or a smaller batch need less",
+    signal.SIGKILL: "killed from outside: out of memory? `dmesg` tells; fewer members or a smaller batch need less, "
+    "and `paceline plan memory` says which mesh would do",
     signal.SIGSEGV: "a crash in native code: the lines above show where Python was",
     signal.SIGBUS: "often a full /dev/shm: give data loaders fewer workers",
     signal.SIGABRT: "native code gave up: the lines above may say why",
@@ -41,6 +42,10 @@ def failure(
         ]
     elif (hint := _HINTS.get(-first.code)) and not first.error:  # type: ignore[call-overload]
         lines.append(f"  ({hint})")
+    if any("OutOfMemoryError" in text for text in first.tail):
+        lines.append(
+            "  (`paceline plan memory` says what each strategy and mesh needs, and the smallest that would do)"
+        )
     if any(text.startswith("EOFError: EOF when reading a line") for text in first.tail):
         lines.append("  (members have no standard input: give the script what it asks for as an argument, or a file)")
     if first.sure and first.sure in reason:

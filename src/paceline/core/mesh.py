@@ -81,13 +81,19 @@ def parse(text: str, size: int, against: str = "") -> Mesh:
     Traceback (most recent call last):
       ...
     paceline.core.errors.ConfigError: mesh 'shards=2': unknown dimension 'shards': did you mean 'shard'?
+    >>> parse("shard=0", 4)
+    Traceback (most recent call last):
+      ...
+    paceline.core.errors.ConfigError: mesh 'shard=0': shard=0 has no members; write shard=1, or leave it out
     """
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = (word.strip() for word in part.partition("="))
         if name not in Mesh._fields:
             raise ConfigError(f"mesh {text!r}: unknown dimension {name!r}: {nearest(name, Mesh._fields)}")
-        if not number.isdecimal() or int(number) < 1 or name in sizes:
+        if number.isdecimal() and not int(number):
+            raise ConfigError(f"mesh {text!r}: {name}=0 has no members; write {name}=1, or leave it out")
+        if not number.isdecimal() or name in sizes:
             raise ConfigError(f"mesh {text!r}: write each dimension once with a number, as in 'replicate=2,shard=4'")
         sizes[name] = int(number)
     needed = math.prod(sizes.values())
@@ -101,6 +107,11 @@ def parse(text: str, size: int, against: str = "") -> Mesh:
         raise ConfigError(f"mesh {text!r} needs a multiple of {needed} members, and there are {size}: start {which}")
     sizes.setdefault("replicate", size // needed)
     mesh = Mesh(**sizes)
+    if mesh.stage > 1 and mesh.split > 1:
+        raise ConfigError(
+            f"mesh {text!r}: stages hold layers as they are, and splits change them; use one of both, with shard where "
+            "that is too little"
+        )
     if mesh.cuts and against:
         raise ConfigError(
             f"--mesh {mesh.words} does not go with {against}: all members of a replica are needed at every step"

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
-from paceline.core.mesh import parse
+from paceline.core.mesh import Mesh, parse
 from paceline.core.settings import Settings
 from paceline.launch import names
 from paceline.parallel.precision import make_precision
@@ -54,7 +54,18 @@ def check_fixed(settings: Settings) -> None:
 
 def check_mesh(settings: Settings, members: int, *, elastic: str, served: bool) -> None:
     """Refuse a mesh that does not fit the members, and what cannot be cut; `elastic`: why members come and go."""
-    parse(settings.mesh, members, elastic or (f"--strategy {settings.strategy}" if served else ""))
+    refuse_zero(
+        settings, parse(settings.mesh, members, elastic or (f"--strategy {settings.strategy}" if served else ""))
+    )
+
+
+def refuse_zero(settings: Settings, mesh: Mesh) -> None:
+    """ZeRO shares out what replicas that are cut have shared out already."""
+    if settings.strategy.partition("(")[0].strip() == "zero" and mesh.cuts:
+        raise ConfigError(
+            f"--mesh {mesh.words} does not go with --strategy {settings.strategy}: zero shares out what is in parts "
+            "already; leave one of both out"
+        )
 
 
 def check_strategy(text: str, codec: str = "") -> None:

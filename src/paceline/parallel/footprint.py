@@ -55,7 +55,8 @@ class Weight:
 
 @dataclass
 class Layer:
-    """What is put together, or lies on a stage, at once; the first one is what stands outside of all layers."""
+    """What is put together, or lies on a stage, at once; the first and the last are what stands outside of all layers,
+    and is used before them or after."""
 
     weights: list[Weight] = field(default_factory=list)
     kept: int = 0  # bytes of activations that it keeps
@@ -70,6 +71,9 @@ class Footprint:
     buffers: int
     kept: int
     moments: list[tuple[int, int]]
+    tied: list[Weight] = field(
+        default_factory=list
+    )  # used before the layers and after them: on both ends of a pipeline
 
     @property
     def weights(self) -> list[Weight]:
@@ -102,7 +106,10 @@ def footprint(
         with watch:
             _pass(model, batch, precision, watch)
         buffers = sum(b.nbytes for b in model.buffers())
-    return Footprint(list(found.values()), buffers, watch.kept, watch.moments)
+        found[-1] = Layer([w for w in found[0].weights if w.name in watch.late])
+        found[0].weights = [w for w in found[0].weights if w.name not in watch.late]
+        tied = [w for w in found[0].weights if w.name in watch.again]
+    return Footprint(list(found.values()), buffers, watch.kept, watch.moments, tied)
 
 
 @contextlib.contextmanager
@@ -175,7 +182,7 @@ def _pass(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]], preci
             del out
     except Exception as error:
         _tell(f"the model does not take a batch of {said(batch)}", error)
-    watch.kept = watch.now
+    watch.kept, watch.forward = watch.now, False
     if loss is None:
         raise ConfigError("the model returns nothing that can be trained: no tensor that depends on its parameters")
     loss.backward()  # type: ignore[no-untyped-call]
@@ -207,10 +214,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._found = found
         self._within = [0]
+        self._last = 0  # the layer that was left last: what stands outside and comes after it lies on its stage
         self._sizes = [0]  # of what has come into these layers, in elements
         self._saved: dict[int, Any] = {}
+        self.forward = True  # and not the way back, which uses all again
+        self._early: set[str] = set()
+        self.again: set[str] = set()  # parameters outside of layers that are used before and after some
+        self.late: set[str] = set()  # parameters outside of layers that are used after some
         of_model = [*model.parameters(), *model.buffers()]
-        self._own = {t.untyped_storage()._cdata for t in of_model}
+        self._own = {_memory(t) for t in of_model}
+        self._names = {_memory(p): name for name, p in model.named_parameters()}
         for p in model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._gradient)  # type: ignore[no-untyped-call]
@@ -220,6 +233,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 module.register_forward_hook(self._leave)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.forward and not self._within[-1]:
+            self._outside({self._names[k] for k in map(_memory, tree_leaves((args, kwargs))) if k in self._names})
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -256,8 +271,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._within.append(id(module))
         self._sizes.append(max((t.numel() for t in tree_leaves(given) if isinstance(t, torch.Tensor)), default=0))
 
+    def _outside(self, used: set[str]) -> None:
+        """Parameters are used outside of layers. A tied one is where it is used first."""
+        if not self._last:
+            self._early |= used
+        else:
+            self.again |= used & self._early
+        self.late |= used - self._early
+
     def _leave(self, module: nn.Module, given: Any, out: Any) -> None:
-        self._within.pop()
+        self._last = self._within.pop()
         self._sizes.pop()
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -273,11 +296,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self._saved[key]
 
         self._saved[key] = weakref.ref(storage, free)
-        layer = self._found[self._within[-1]]
+        layer = self._found[self._within[-1] or self._last]
         layer.kept += storage.nbytes()
         if tensor.numel() <= self._sizes[-1]:
             layer.passes += storage.nbytes()
         return tensor
+
+
+def _memory(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 # ---- what is said

@@ -8,7 +8,7 @@ Of a model with weights W, gradients G, the optimizer's state S and activations 
     offload="optimizer" W + A                    on the device; (G + S)/n in host memory
     offload="parameters", with shard=k           A and the layers that are put together; the rest in host memory
     shard=k             (W + S)/k + max(A + G/k) and the layers that are put together
-    stage=k             the layers of the fullest stage, and what a whole batch keeps there
+    stage=k             the fullest stage: its layers, what is used before or after them, and what a whole batch keeps
     split=k             of the factors of products 1/k, and of what layers keep within; the rest whole
 
 `max`: over the time of a pass, since gradients come while activations go. Dimensions multiply: a stage's or a split's
@@ -152,7 +152,7 @@ def _unfilled(batch: Any) -> Any:
 
 
 def _has_layers(found: Footprint) -> bool:
-    return len(found.layers) > 1
+    return len(found.layers) > 2
 
 
 class Reckoning:
@@ -171,7 +171,7 @@ class Reckoning:
         self._plain, self._again = plain, again
         self._precision = precision
         self._state = {w.name: self._state_of(w, optimizer) for w in plain.weights}
-        self._num_layers = len(plain.layers) - 1
+        self._num_layers = len(plain.layers) - 2
 
     def _state_of(self, weight: Weight, optimizer: Optimizer) -> int:
         if not weight.trained:
@@ -280,37 +280,52 @@ class Reckoning:
         stages, shards, splits = (mesh.get(name, 1) for name in ("stage", "shard", "split"))
         replicas = members // (stages * shards * splits)
         runs = _stages(self._plain.layers, stages, splits)
+        if stages > 1:
+            runs[-1] = [*runs[-1], Layer(self._plain.tied)]
         loads = [self._load(run, shards, splits, parts=shards > 1 or offload) for run in runs]
-        heaviest = max(range(stages), key=lambda i: sum(loads[i][:3]))
-        parameters, gradients, state, whole = loads[heaviest]
+        fullest = max(
+            range(stages), key=lambda i: self._at_once(self._plain, i, loads[i], mesh, replicas, offload=offload)
+        )
+        parameters, gradients, state, whole = load = loads[fullest]
         buckets = gradients if replicas > 1 else 0  # all the time, beside those that the cut has made
-        host = parameters + gradients + buckets + state if offload else 0
-        if offload:
-            parameters = gradients = buckets = state = 0
-
-        def at_once(found: Footprint) -> tuple[int, int]:
-            share = self._share(found, heaviest, stages, splits)
-            total = sum(w.nbytes for w in found.weights if w.trained) or 1
-            # Gradients of the heaviest stage, against those of all that the moments count.
-            activations = share * found.most(0.0)
-            passes = share * found.most(gradients / total / share if share else 0.0) + whole
-            stepping = gradients + self._in_full(gradients)
-            return math.ceil(parameters + state + buckets + max(passes, stepping)), math.ceil(activations)
-
-        most, activations = at_once(self._plain)
+        again = None
+        if self._again:
+            again = self._at_once(self._again, fullest, load, mesh, replicas, offload=offload)
         return Choice(
             strategy="allreduce",
             mesh=",".join(f"{name}={size}" for name, size in mesh.items() if size > 1),
             members=members,
-            parameters=parameters,
-            gradients=gradients + buckets,
-            state=state,
-            activations=activations + whole,
-            at_once=most,
-            recomputed=at_once(self._again)[0] if self._again else None,
-            host=host,
+            parameters=0 if offload else parameters,
+            gradients=0 if offload else gradients + buckets,
+            state=0 if offload else state,
+            activations=math.ceil(self._share(self._plain, fullest, stages, splits) * self._plain.most(0.0)) + whole,
+            at_once=self._at_once(self._plain, fullest, load, mesh, replicas, offload=offload),
+            recomputed=again,
+            host=parameters + gradients + buckets + state if offload else 0,
             offload="parameters" if offload else "none",
         )
+
+    def _at_once(
+        self,
+        found: Footprint,
+        stage: int,
+        load: tuple[int, int, int, int],
+        mesh: Mapping[str, int],
+        replicas: int,
+        *,
+        offload: bool,
+    ) -> int:
+        """The most that a member of a stage holds."""
+        parameters, gradients, state, whole = load
+        if offload:
+            parameters = gradients = state = 0
+        buckets = gradients if replicas > 1 else 0
+        share = self._share(found, stage, mesh.get("stage", 1), mesh.get("split", 1))
+        total = sum(w.nbytes for w in found.weights if w.trained) or 1
+        # Gradients of this stage, against those of all that the moments count.
+        passes = (share * found.most(gradients / total / share) if share else gradients) + whole
+        stepping = gradients + self._in_full(gradients)
+        return math.ceil(parameters + state + buckets + max(passes, stepping))
 
     def _load(self, run: Sequence[Layer], shards: int, splits: int, *, parts: bool) -> tuple[int, int, int, int]:
         """Parameters, gradients and state of a stage's member, and what is put together at a time where it has parts
@@ -325,8 +340,9 @@ class Reckoning:
         state = math.ceil(sums(run, lambda w: self._state[w.name]) / shards)
         if not parts:
             return parameters, gradients, state, 0
-        outside = [layer for layer in run if layer is self._plain.layers[0]]
-        inside = [layer for layer in run if layer is not self._plain.layers[0]]
+        ends = (self._plain.layers[0], self._plain.layers[-1])
+        outside = [layer for layer in run if any(layer is end for end in ends)]
+        inside = [layer for layer in run if not any(layer is end for end in ends)]
         largest = max((sums([layer], lambda w: w.nbytes) for layer in inside), default=0)
         return parameters, gradients, state, math.ceil(sums(outside, lambda w: w.nbytes) + _AT_A_TIME * largest)
 
@@ -343,10 +359,10 @@ class Reckoning:
 
 
 def _stages(found: Sequence[Layer], stages: int, splits: int) -> list[list[Layer]]:
-    """Layers one after another, in runs of about equal weight; what stands outside goes with the first."""
+    """Layers one after another, in runs of about equal weight; what stands outside goes with the first and the last."""
     if stages == 1:
         return [list(found)]
-    outside, inside = found[0], list(found[1:])
+    outside, inside, end = found[0], list(found[1:-1]), found[-1]
 
     def weigh(layer: Layer) -> float:
         return sum(w.nbytes / (splits if w.divides else 1) for w in layer.weights)
@@ -362,7 +378,9 @@ def _stages(found: Sequence[Layer], stages: int, splits: int) -> list[list[Layer
             runs.append([])
         runs[-1].append(layer)
         load += weigh(layer)
-    return runs + [[] for _ in range(stages - len(runs))]
+    runs += [[] for _ in range(stages - len(runs))]
+    runs[-1].append(end)
+    return runs
 
 
 def _cost(mesh: Mapping[str, int]) -> tuple[int, int, list[int]]:

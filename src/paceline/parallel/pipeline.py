@@ -24,6 +24,7 @@ from paceline.parallel.alike import fingerprint, refuse_unlike
 from paceline.parallel.nested import each
 from paceline.parallel.pieces import around, local
 from paceline.parallel.post import Post
+from paceline.parallel.samples import Micro, Samples, tensors
 from paceline.parallel.schedule import Action, Staging, orders
 from paceline.parallel.stages import Layout, Stage
 from paceline.transport.group import Group
@@ -31,14 +32,6 @@ from paceline.transport.group import Group
 _MICROS_EACH = 4  # per member, where the batch has as many samples
 Loss = Callable[[Any, Any], torch.Tensor]
 Under = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-class Micro(NamedTuple):
-    """A piece of a batch."""
-
-    inputs: list[Any]
-    target: Any
-    share: float  # of the batch's samples
 
 
 class Held(NamedTuple):
@@ -68,6 +61,7 @@ class Pipeline:
         self._stages, self._modules, self._post = stages, modules, post
         self._schedule, self._wanted, self._device = how.schedule, how.micro, device
         self._names = list(names)  # of the model's inputs
+        self._samples = Samples(names, how.whole, how.tell)
         self._micros = 0  # of a batch; 0: not known yet
         self._order: list[Action] = []
         self._held: dict[tuple[int, int], Held] = {}
@@ -95,9 +89,8 @@ class Pipeline:
             everyone: the members of the whole run, which agree on the number of micro-batches in the first pass.
             under: what forward passes run under.
         """
-        count = _samples(inputs)
-        self._settle(count, everyone, [*inputs, target])
-        micros = _split(self._bound(inputs, {}), target, count, self._micros)
+        self._settle(self._samples.count(inputs), everyone, [*inputs, target])
+        micros = self._samples.split(self._bound(inputs, {}), target, self._micros)
         self._expect(("F", "B"))
         total = torch.zeros((), dtype=torch.float64)
         with self._seeded():
@@ -152,10 +145,10 @@ class Pipeline:
         out = self._modules[number](*args)
         given: list[list[torch.Tensor]] = []
         if stage.gives:
-            given = [[t for t in _tensors(value) if t.requires_grad] for value in out]
+            given = [[t for t in tensors(value) if t.requires_grad] for value in out]
         for to, places in stage.gives.items():
             values = [each(out[place], lambda t: t.detach()) for place in places]
-            wanted = [t.requires_grad for place in places for t in _tensors(out[place])]
+            wanted = [t.requires_grad for place in places for t in tensors(out[place])]
             self._post.send(to % self.group.size, ("F", number, to, micro), [values, wanted])
         self._held[number, micro] = Held(taken, given, None)
         return out
@@ -168,7 +161,7 @@ class Pipeline:
                 "run.backward(..., loss=...): it is called with what the model returns and the target, and returns the "
                 f"mean over samples, one number; this one returned {_words(value)}"
             )
-        self._held[at] = self._held[at]._replace(loss=value, given=[[t for t in _tensors(out) if t.requires_grad]])
+        self._held[at] = self._held[at]._replace(loss=value, given=[[t for t in tensors(out) if t.requires_grad]])
         return value.detach().double().cpu().reshape(()) * micro.share if micro.share else torch.zeros(())
 
     def _backward(self, number: int, micro: int, scale: float, *, halved: bool) -> None:
@@ -352,37 +345,6 @@ def _closure(begin: Sequence[Any], beyond: Callable[[Any], Sequence[Any]]) -> se
 def _run(outs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
     if outs:
         torch.autograd.backward(outs, grads)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    each(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return found
-
-
-def _samples(inputs: Sequence[Any]) -> int:
-    first = next((t for value in inputs for t in _tensors(value) if t.ndim), None)
-    if first is None or not len(first):
-        raise ConfigError(
-            "run.backward(model, *inputs, target, loss=...): the first input must be a tensor with a sample in each row"
-        )
-    return len(first)
-
-
-def _split(inputs: Sequence[Any], target: Any, count: int, micros: int) -> list[Micro]:
-    """Pieces of a batch, as equal as can be; samples are the rows of tensors that have as many rows as the first."""
-    size, more = divmod(count, micros)
-    found, begin = [], 0
-    for number in range(micros):
-        length = size + (number < more)
-        rows = slice(begin, begin + length) if length else slice(0, 1)
-        begin += length
-
-        def part(tensor: torch.Tensor, rows: slice = rows) -> torch.Tensor:
-            return tensor[rows] if tensor.ndim and len(tensor) == count else tensor
-
-        found.append(Micro([each(value, part) for value in inputs], each(target, part), length / count))
-    return found
 
 
 def _words(value: Any) -> str:

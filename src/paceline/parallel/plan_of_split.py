@@ -42,6 +42,8 @@ def chosen(model: nn.Module, plan: Plan) -> dict[str, str | int]:
     """The kinds of the modules that the patterns match, by name; of several patterns the first counts."""
     if not isinstance(plan, Mapping):
         raise ConfigError(f'split={plan!r}: kinds by patterns of names are wanted, as in {{"*.up": "column"}}')
+    if not plan:
+        raise ConfigError("split={} names no layers: leave split= out to have them found, or say which")
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, str | int] = {}
     for pattern, kind in plan.items():
@@ -159,9 +161,10 @@ def _of_module(
         return [("weight", module.weight, Lay(dim, (even(module.weight.shape[dim], members),)))]
     if not _is_linear(module):
         wanted = "an Embedding or a Linear" if kind in ("vocabulary", "column") else "a Linear"
+        within = f"name the layers within it, as in {f'{name}.*'!r}"
         raise ConfigError(
-            f"split={{...: {kind!r}}} matches {name!r}, a {type(module).__name__}: {kind} goes with {wanted}; name the "
-            "layers within it, as in " + repr(f"{name}.*")
+            f"split={{...: {kind!r}}} matches {name!r}, a {type(module).__name__}: {kind} goes with {wanted}; "
+            f"{within if any(True for _ in module.children()) else 'leave it out'}"
         )
     weight: Any = module.weight
     bias: Any = module.bias

@@ -17,7 +17,7 @@ pipeline parallelism".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, nearest
@@ -43,7 +43,9 @@ class Staging(NamedTuple):
     like: Any = None
     micro: int = 0
     schedule: str = "1f1b"
+    whole: Sequence[str] | None = None  # inputs that have no samples in their rows; None: nobody has said
     limit_s: float = 300.0  # that a message may be late
+    tell: Callable[[str], object] = lambda line: None  # to the person who watches
 
     def check(self) -> None:
         check_schedule(self.schedule)
@@ -51,6 +53,8 @@ class Staging(NamedTuple):
             raise ConfigError(f"run.model(micro={self.micro!r}): a number of micro-batches, or 0 for four per stage")
         if isinstance(self.cut, str):
             raise ConfigError(f"run.model(cut={self.cut!r}): a list of names is wanted: cut=[{self.cut!r}]")
+        if isinstance(self.whole, str):
+            raise ConfigError(f"run.model(whole={self.whole!r}): a list of names is wanted: whole=[{self.whole!r}]")
 
 
 def check_schedule(schedule: str) -> None:

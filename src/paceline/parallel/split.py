@@ -41,8 +41,6 @@ def split_model(
         apart: layers will be called by those who shard them or compute them again.
     """
     mesh = where["split"]
-    if where["stage"].size() > 1:
-        raise ConfigError("--mesh with stage=N and split=M: stages are not split yet; use shard=M within stages")
     kinds = chosen(model, plan) if plan is not None else by_itself(model)
     found = lays(model, kinds, mesh.size())
     modules = dict(model.named_modules())

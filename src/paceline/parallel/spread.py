@@ -52,13 +52,14 @@ class Spread(torch.Tensor):
     local: torch.Tensor
     lay: Lay
     fellows: Fellows
+    taken: list[_Taken]  # out of it, or out of others in the same memory
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, lay: Lay, fellows: Fellows) -> Spread:
         shape = list(local.shape)
         shape[lay.dim] = lay.whole
         new: Spread = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        new.local, new.lay, new.fellows = local, lay, fellows
+        new.local, new.lay, new.fellows, new.taken = local, lay, fellows, []
         return new
 
     def __init__(self, local: torch.Tensor, lay: Lay, fellows: Fellows) -> None:
@@ -95,9 +96,14 @@ class Spread(torch.Tensor):
             return func(args[0].local, *args[1:], **kwargs)
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "__get__")
+        for given in (*args, *kwargs.values()) if name != "__setitem__" else ():  # which is refused for itself
+            for one in given if isinstance(given, tuple | list) else (given,):
+                if isinstance(one, Spread) and one.taken:
+                    _refuse_changed(one.taken)
         if rule := RULES.get(name):
             out = rule(func, args, kwargs)
             if out is not NotImplemented:
+                _pass_on(args, out)
                 return out
         changes = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
         if "out" in kwargs or (changes and isinstance(args[0], Spread)):
@@ -106,7 +112,11 @@ class Spread(torch.Tensor):
                 "tensor (torch.where, masked_fill, no underscore), or leave the layer before it out of split="
             )
         GATHERED[name] += 1
-        return func(*wholes(args), **wholes(kwargs))
+        put_together = wholes(args)
+        out = func(*put_together, **wholes(kwargs))
+        if args and isinstance(args[0], Spread):
+            args[0].taken.extend(_views(name, out, put_together[0]))
+        return out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -119,6 +129,46 @@ class Spread(torch.Tensor):
 def wholes(value: Any) -> Any:
     """With wholes in the place of parts."""
     return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Spread) else leaf, value)
+
+
+class _Taken(NamedTuple):
+    """A piece that code for the whole takes for a view, and is one of a copy."""
+
+    piece: torch.Tensor  # held, since it may be changed and dropped in one line
+    version: int
+    name: str  # of the function that took it
+
+
+def _views(name: str, out: Any, whole: torch.Tensor) -> list[_Taken]:
+    """What of a function's result lies in the memory of the whole that was put together for it."""
+    if whole.is_inference():  # such tensors count no changes
+        return []
+    found = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    return [_Taken(t, t._version, name) for t in found if _same_memory(t, whole)]
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """By storage, not by address: those of parts that are empty have one address."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _refuse_changed(taken: Sequence[_Taken]) -> None:
+    for piece, version, name in taken:
+        if piece._version != version:
+            raise ConfigError(
+                f"what {name} took out of a tensor that is split, of shape {tuple(piece.shape)}, was changed in place, "
+                "and the tensor is used again: the piece is a copy here, so the tensor would miss the change. Change a "
+                "piece without an underscore and put it back with torch.cat or torch.where, or leave the layer before "
+                "it out of split="
+            )
+
+
+def _pass_on(args: Sequence[Any], out: Any) -> None:
+    """Views of one tensor in parts know of the same pieces."""
+    first = args[0] if args and isinstance(args[0], Spread) else None
+    for made in out if isinstance(out, tuple | list) else (out,):
+        if first is not None and isinstance(made, Spread) and _same_memory(made.local, first.local):
+            made.taken = first.taken
 
 
 class Packed(NamedTuple):

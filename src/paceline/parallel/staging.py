@@ -73,10 +73,6 @@ def stage(
 
 def _check(how: Staging, mesh: Mesh, offload: bool) -> None:
     how.check()
-    if mesh.split > 1:
-        raise ConfigError(
-            f"--mesh {mesh.words}: stages hold layers as they are, and splits change them; use one of both with shard"
-        )
     if offload and mesh.shard == 1:
         raise ConfigError("run.model(offload='parameters'): parts lie in host memory where there are: --mesh shard=2")
     if how.schedule == "zero-bubble" and mesh.shard > 1:

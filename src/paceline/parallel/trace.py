@@ -164,7 +164,12 @@ def _cannot(model: nn.Module, error: Exception) -> str:
     own = [f for f in frames if not f.filename.startswith((_TORCH, _OURS))]
     where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else f"forward of {type(model).__name__}"
     return (
-        f"--mesh stage=...: what the model computes cannot be followed beyond {where} ({error}). Let forward not "
-        "depend on the values of tensors, or put that part into a module of its own in an nn.Sequential or "
-        "nn.ModuleList, which is called as it is"
+        f"--mesh stage=...: what the model computes cannot be followed beyond {where} ({_first(error)}). Let forward "
+        "not depend on the values or the shapes of tensors, or put that part into a module of its own in an "
+        "nn.Sequential or nn.ModuleList, which is called as it is; --mesh shard=N need not follow it"
     )
+
+
+def _first(error: Exception) -> str:
+    """The first sentence; torch.fx goes on about itself."""
+    return str(error).strip().split(". ")[0].splitlines()[0] if str(error).strip() else type(error).__name__

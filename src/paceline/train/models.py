@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.mesh import Mesh
 from paceline.core.settings import Settings
 from paceline.parallel.cut import Cut
 from paceline.parallel.outline import check_offload, whole_model
@@ -16,6 +17,7 @@ from paceline.parallel.pipeline import pipeline_of
 from paceline.parallel.plan_of_split import chosen
 from paceline.parallel.precise import Precise
 from paceline.parallel.schedule import Staging
+from paceline.parallel.unused import unused
 from paceline.train.collectives import Collectives
 
 
@@ -27,6 +29,9 @@ class Models(Collectives):
     seed: int
     _cut: Cut | None  # where replicas are
     _precise: Precise
+    _told: set[str]  # about options
+
+    def _tell(self, line: str) -> None: ...
 
     def model(
         self,
@@ -38,6 +43,7 @@ class Models(Collectives):
         like: Any = None,
         micro: int = 0,
         schedule: str = "1f1b",
+        whole: Sequence[str] | None = None,
         split: Mapping[str, str | int] | None = None,
         sequence: bool = False,
     ) -> torch.nn.Module:
@@ -63,11 +69,21 @@ class Models(Collectives):
                 stages equal; without, their bytes count.
             micro: into how many micro-batches a batch is cut; 0: four per stage, or as many as there are samples.
             schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; see `paceline.parallel.schedule`.
+            whole: names of the model's inputs that every micro-batch gets as they are, since their rows are not samples
+                (a mask that is for all of them); see `paceline.parallel.samples`.
+
+        Options for which the mesh has no use are told once, from two members on.
         """
         parts = self._cut is not None and (self._cut.mesh.shard > 1 or self.size == 1)
         check_offload(offload, self.device, self.size, cuts=parts)
-        staging = Staging(cut, like, micro, schedule, self.settings.wait_limit_s)
+        staging = Staging(cut, like, micro, schedule, whole, self.settings.wait_limit_s, self._tell)
         staging.check()
+        of_cuts = {"cut": cut, "like": like, "micro": micro, "schedule": schedule, "whole": whole}
+        mesh = self._cut.mesh if self._cut else Mesh(replicate=self.size)
+        for line in unused(mesh, {**of_cuts, "split": split, "sequence": sequence}):
+            if line not in self._told:
+                self._told.add(line)
+                self._tell(line)
         if self._cut is None:
             part = whole_model(model, self.device, self.seed, recompute=recompute)
             if split:

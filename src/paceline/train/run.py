@@ -83,6 +83,7 @@ class Run(Models):
             dealer.rest = strategy.rest
         self._strategy = strategy
         self._cut = strategy if isinstance(strategy, Cut) else None  # where replicas are
+        self._told = set()
         self._events = events
         self._status = status
         self._tally = Tally()

@@ -28,6 +28,7 @@ TRAINABLE = "trainable"
 _WRAPPED = ("state_dict", "model_state_dict", "model")  # where scripts put the weights among other things
 _CHECKPOINT = ("shared.safetensors", "frozen.safetensors")  # the second where something is frozen
 _MODEL = "model.0."
+_EXPORT = 'transfer.load(make(), "runs/NAME/checkpoints/step-...")'
 _SHOWN = 8  # names of a kind, in words
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -76,6 +77,7 @@ def load(
     Raises:
         ConfigError: the file is refused, nothing fits, or (strict) not all does; the model is as it was.
     """
+    _refuse_cut(model, "load into the model before run.model(model)")
     found = _renamed(read(path), rename, path)
     wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if lazy := [name for name, value in wanted.items() if is_lazy(value)]:
@@ -120,6 +122,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, only: str | Sequence
     Args:
         only: patterns of names, or `"trainable"`: what is trained, with the running statistics that go along.
     """
+    _refuse_cut(model, f"load a checkpoint of the run into a whole model, and save that: {_EXPORT}")
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if only == TRAINABLE:
         chosen = _trained(model)
@@ -135,6 +138,13 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, only: str | Sequence
     kept = {name: value for name, value in state.items() if name in chosen}
     write(kept, path)
     return list(kept)
+
+
+def _refuse_cut(model: nn.Module, instead: str) -> None:
+    """A member of a run with a mesh has a part of the model only: layers, or pieces of tensors."""
+    pieces = any(hasattr(p, "_local_tensor") for p in model.parameters())
+    if pieces or "_paceline_pipeline" in vars(model):
+        raise ConfigError(f"this model is cut over members, and this one has a part of it: {instead}")
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
