@@ -90,6 +90,18 @@ def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(bool(SmallDisk.missing()), reason=SmallDisk.missing())
+def test_a_scheduler_that_dies_on_a_full_disk_takes_in_who_was_just_started(tmp_path: Path) -> None:
+    args = ("--step-s", "0.05", "--again-s", "3")  # who is started again is there for 3 s before its first view
+    with SmallDisk(32 << 20) as disk:
+        plan = FaultPlan().fill_disk(step=6, for_s=12.0).kill(member=1, step=10).kill("scheduler", step=10, after_s=2.0)
+        result = run_with(tmp_path, plan, epochs=12, args=args, root=disk.dir, means={"disk": disk})
+        assert "cannot write its journal" in (result.dir / "logs" / "scheduler.log").read_text()
+    result.must_be_clean()
+    assert [e.code for e in result.outcome.ended if e.rank == 1] == [-9, 0], result.output  # nobody else was started
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("by_s", [-3600.0, 86400.0])
 def test_clocks_that_jump_make_nobody_suspect(tmp_path: Path, by_s: float) -> None:
     with Clocks() as clocks:

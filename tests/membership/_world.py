@@ -195,6 +195,8 @@ class World:
             process.arrived = True
             if process.said_ready >= 0 and not process.within(process.view):
                 process.said_ready = -1  # said again
+            if process.view and process.formed == process.view.number:  # what is owed of the newest view too
+                self.do(lambda r: r.formed(process.id, process.formed, self.now))
         except (Interrupted, ConfigError):
             process.line = False
             self.end(process, 1)

@@ -593,6 +593,37 @@ def test_who_was_replaced_after_the_journals_end_is_followed_by_the_one_in_its_p
     assert world.living() == there
 
 
+@pytest.mark.parametrize("away_s", [0.2, 4.0], ids=["in", "lost"])  # what the journal's end takes the old one for
+@pytest.mark.parametrize("back", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_who_was_started_after_the_journals_end_is_followed_before_its_first_view(back, away_s):
+    world = World({"a": 3}, least=2, target=3, most=3)
+    formed(world)
+    journal = world.roster.dump()
+    world.kill(process(world, 1))
+    world.run(0.7)  # enough for a start, and too short for a view
+    there = world.living()
+    assert (len(there), ids(world.last)) == (3, [0, 2])
+    world.roster.dump = lambda: journal
+    for id, slow_s in zip(back, (0.1, 0.3, 0.5)):  # the order in which they dial again
+        process(world, id).begun, process(world, id).slow_s = world.now, 0.2 + slow_s
+    process(world, 1).slow_s += away_s - 0.2
+    world.restart(0.2)
+    assert sorted(formed(world, 8.0)) == [0, 1, 2]
+    assert world.living() == there
+    assert world.over == {}
+
+
+def test_who_was_followed_so_does_not_come_back():
+    """It was cut off when another one was started in its place."""
+    before = begun()
+    roster = Roster.load(before.dump(), Rules(least=1, target=3, most=3), now=5.0)
+    roster.arrive(1, Member(rank=1, host="b", pid=9), 0, 5.1)
+    with pytest.raises(Interrupted, match="this process ends"):
+        roster.arrive(1, Member(rank=1, host="a", pid=2), 1, 5.2)
+    with pytest.raises(ConfigError, match="id 1 is taken by process 9"):
+        roster.arrive(1, Member(rank=1, host="b", pid=10), 0, 5.3)
+
+
 def test_a_second_process_is_refused_while_the_first_lives():
     world = World({"a": 1}, least=1, target=1, most=1)
     formed(world)

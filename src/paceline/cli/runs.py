@@ -120,6 +120,8 @@ def how_it_stands(known: Known) -> str:
     if run.host == this_host() and record.is_running(known.directory):
         return f"running for {span(time.time() - run.started)} (launcher: process {run.pid})"
     if run.finished is None or run.exit_code is None:
+        if {doing.what if doing else "" for doing in known.said} == {"finished"}:
+            return "finished, as its members say: its launcher was killed, or could not write how the run ended"
         return "not running: its launcher was killed" if run.host == this_host() else f"on {run.host}"
     how = "finished" if run.exit_code == 0 else f"ended with exit code {run.exit_code}"
     return f"{how} after {span(run.finished - run.started)}, {span(time.time() - run.finished)} ago"

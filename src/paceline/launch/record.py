@@ -25,6 +25,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
 from paceline.environment import this_host
 
+_FILE = "run.json"
 SUBMISSION = "PACELINE_SUBMISSION"  # in pods: the same whenever one submission is started again
 
 
@@ -92,8 +93,11 @@ class Record:
 
     def finish(self, exit_code: int) -> None:
         self.run = msgspec.structs.replace(self.run, finished=time.time(), exit_code=exit_code)
-        with contextlib.suppress(OSError):  # a full disk: the run is over all the same
+        try:
             self._write()
+        except OSError:  # a full disk: the run is over all the same, and the file has room for how it ended
+            with contextlib.suppress(OSError):
+                self._write_over()
 
     def __enter__(self) -> Record:
         return self
@@ -105,14 +109,32 @@ class Record:
 
     def _write(self) -> None:
         part = self.dir / f".run.json.{os.getpid()}"
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(self.run)) + b"\n")
-        part.replace(self.dir / "run.json")
+        try:
+            part.write_bytes(self._text)
+            part.replace(self.dir / _FILE)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+    def _write_over(self) -> None:
+        """Without a new file: in the blocks that the present one has; it stays as it was where they do not suffice."""
+        with (self.dir / _FILE).open("r+b", buffering=0) as file:
+            before = file.read()
+            if os.pwrite(file.fileno(), self._text, 0) < len(self._text):
+                os.pwrite(file.fileno(), before, 0)
+                file.truncate(len(before))
+            else:
+                file.truncate(len(self._text))
+
+    @property
+    def _text(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self.run)) + b"\n"
 
 
 def read(directory: Path) -> Run | None:
     """What is known of the run in this directory; None where it is not one."""
     try:
-        return msgspec.json.decode((directory / "run.json").read_bytes(), type=Run)
+        return msgspec.json.decode((directory / _FILE).read_bytes(), type=Run)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 

@@ -68,7 +68,7 @@ class Books:
         for seat in self.seats.values():
             seat.since = min(seat.since, now)
             watch = self.watch[seat.id]
-            watch.down = now  # until it dials again
+            watch.down, watch.unmet = now, True  # until it dials again
             if seat.state == "starting":
                 watch.start_by = now + self.rules.settings.join_limit_s
             elif seat.state == "lost":

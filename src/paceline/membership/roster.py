@@ -90,7 +90,7 @@ class Roster:
                 raise Interrupted(f"member {id} has left the run")
         else:
             self._seating.sit_down(seat, member, view, now)
-        books.watch[id].down = None
+        books.watch[id].down, books.watch[id].unmet = None, False
         was = seat.state
         books.revive(seat, now)
         if view > run.number:

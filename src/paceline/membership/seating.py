@@ -10,7 +10,7 @@ from paceline.core.view import Member
 from paceline.membership.books import FAILED, Books
 from paceline.membership.forming import Forming
 from paceline.membership.orders import Stop
-from paceline.membership.seats import Seat
+from paceline.membership.seats import Seat, process_of
 from paceline.membership.staff import Staff
 
 
@@ -40,6 +40,12 @@ class Seating:
     def _check_free(self, seat: Seat, now: float) -> None:
         """ConfigError where the process that sits there may still run; one that is gone is lost."""
         books = self._books
+        if books.watch[seat.id].unmet and seat.member and (seat.here or seat.state == "lost"):
+            # Only an agent starts a second process of a seat, when the first has ended: a full disk kept that out of
+            # the journal. Should the first be on a host that was cut off, it is not to come back.
+            seat.past = [*seat.past, *process_of(seat)]
+            books.lose(seat, "came again as another process", now, ended=True)
+            self._forming.settle(now)
         if seat.here and (books.watch[seat.id].down is None or books.hosts.runs(seat.host, seat.id)):
             other = seat.member
             raise ConfigError(

@@ -133,6 +133,7 @@ class Watch:
     """What is timed about a seat."""
 
     down: float | None = None  # since when its line is closed
+    unmet: bool = False  # its process is known from the journal only, which may be old
     paused: float | None = None  # since when its process is stopped
     start_at: float = 0.0  # not before
     start_by: float | None = None  # when it must have arrived

@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=-1, help="a member that takes three times as long for a sample")
     parser.add_argument("--width", type=int, default=32, help="of the model")
     parser.add_argument("--processes", type=int, default=0, help="that must have begun before the second epoch ends")
+    parser.add_argument("--again-s", type=float, default=0.0, help="that one which was started again takes to begin")
     parser.add_argument("--window", type=int, default=1, help="batches of a step")
     parser.add_argument("--workers", type=int, default=0, help="processes that fetch batches for each member")
     options = parser.parse_args()
@@ -45,6 +46,8 @@ def main() -> None:
     optimizer = run.optimizer(optimizer, model)
     loader = run.loader(Numbered(options.samples), batch_size=options.batch_size, workers=options.workers)
     book = Book(run, model, loader, options.epochs, options.ledger)
+    if len(list(options.ledger.glob(f"member-{book.member}-*"))) > 1:
+        time.sleep(options.again_s)
     sample_s = options.sample_s * (3 if book.member == options.slow else 1)
 
     deadline = time.monotonic() + 60.0
