@@ -141,6 +141,27 @@ def test_a_script_that_seemed_to_end_well_and_did_not_is_replaced():
     assert state(roster, 1) == ("lost", "ended with code 3", False)
     roster.tick(1.0)
     assert state(roster, 1)[0] == "starting"
+    assert instead(roster, 1, 2) == (1,)
+
+
+def instead(roster, id, number):
+    """Who joins the next view in a lost one's place, as the others hear."""
+    roster.formed(0, number, 1.1)
+    roster.arrive(id, Member(rank=id, host="a", pid=id + 11), 0, 1.2)
+    roster.ready(id, 0, 1.3)
+    views = [order for to, order in roster.take() if isinstance(order, NewView) and to == 0]
+    assert id in ids(views[-1].view)
+    return views[-1].instead
+
+
+def test_who_left_and_is_wanted_again_joins():
+    roster = begun()
+    roster.scale(2, 0.3)
+    roster.formed(0, 2, 0.4)
+    roster.leave(2, "drained", 0.5)
+    roster.ended("a", 2, 0, 0.6)
+    roster.scale(3, 0.7)
+    assert instead(roster, 2, 2) == ()
 
 
 @pytest.mark.parametrize("least", [1, 3])

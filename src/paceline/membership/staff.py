@@ -134,8 +134,8 @@ class Staff:
         place = books.hosts.place(seat.id)
         if place is None:
             return
-        if seat.state == "lost":
-            seat.replaced += 1
+        seat.instead = seat.state == "lost"
+        seat.replaced += seat.instead
         if seat.member is not None:
             seat.past = [*seat.past, (seat.member.host, seat.member.pid)][-_PAST:]
         books.hosts.seen[place].running.append(seat.id)
