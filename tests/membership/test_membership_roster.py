@@ -200,6 +200,23 @@ def test_how_a_member_fails_may_end_the_run_so_nobody_says_that_it_is_started_ag
     assert "would come again: lr=-1" in other.over
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_reason_has_how_a_process_ended_that_had_said_that_it_failed(ends):
+    roster = begun(least=2, most=2, replacements=0)
+    roster.leave(0, "failed", 0.3)
+    roster.leave(1, "failed", 0.3)
+    roster.ended("a", 1, 1, 0.4)
+    assert roster.over is None
+    if ends:
+        roster.ended("a", 0, 1, 0.5)
+        assert "member 0 on a ended with code 1; member 1 on a ended with code 1 (" in roster.over
+        return
+    for tenths in range(5, 100):
+        roster.beat("a", (), tenths / 10)
+        roster.tick(tenths / 10)
+    assert "member 0 on a left: failed" in roster.over
+
+
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("least", [1, 2])
 def test_a_run_without_a_step_has_not_finished_where_one_that_is_needed_failed(least, ended):
