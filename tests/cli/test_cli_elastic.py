@@ -183,6 +183,7 @@ def test_losing_scaling_looking_and_finishing():
     assert "member 1 was killed by signal 9; the others go on; it is started again in 0.5 s (1 of 3)" in err
     assert "member 1 joined: 3 members train now" in err
     assert "a member was lost on the way, and the run finished: 1: killed by signal 9 (runs/x/logs/rank-1.log)" in err
+    assert re.search(r"^member 1 was lost \(killed by signal 9\), .* ago$", paceline("status", "x").stdout, re.M)
 
 
 def test_a_run_whose_launcher_was_killed_is_not_asked():

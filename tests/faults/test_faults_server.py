@@ -41,6 +41,8 @@ def test_in_sync_all_go_back_to_one_step(server: int, tmp_path: Path) -> None:
     first, last, step = said(result, server)
     assert (first, step) == (31, 30)
     assert 40 <= last <= 60
+    assert "Traceback" not in result.output  # nothing is wrong with the script
+    assert len(re.findall(rf"\[[01]\] paceline: member [01] ends: .*server {server}", result.output)) == 2
 
 
 @pytest.mark.slow

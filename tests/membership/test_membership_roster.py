@@ -141,6 +141,27 @@ def test_a_script_that_seemed_to_end_well_and_did_not_is_replaced():
     assert state(roster, 1) == ("lost", "ended with code 3", False)
     roster.tick(1.0)
     assert state(roster, 1)[0] == "starting"
+    assert instead(roster, 1, 2) == (1,)
+
+
+def instead(roster, id, number):
+    """Who joins the next view in a lost one's place, as the others hear."""
+    roster.formed(0, number, 1.1)
+    roster.arrive(id, Member(rank=id, host="a", pid=id + 11), 0, 1.2)
+    roster.ready(id, 0, 1.3)
+    views = [order for to, order in roster.take() if isinstance(order, NewView) and to == 0]
+    assert id in ids(views[-1].view)
+    return views[-1].instead
+
+
+def test_who_left_and_is_wanted_again_joins():
+    roster = begun()
+    roster.scale(2, 0.3)
+    roster.formed(0, 2, 0.4)
+    roster.leave(2, "drained", 0.5)
+    roster.ended("a", 2, 0, 0.6)
+    roster.scale(3, 0.7)
+    assert instead(roster, 2, 2) == ()
 
 
 @pytest.mark.parametrize("least", [1, 3])
@@ -177,6 +198,23 @@ def test_how_a_member_fails_may_end_the_run_so_nobody_says_that_it_is_started_ag
     other.leave(1, "failed", 0.3)
     other.ended("a", 1, 1, 0.4, "lr=-1: give more")
     assert "would come again: lr=-1" in other.over
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_reason_has_how_a_process_ended_that_had_said_that_it_failed(ends):
+    roster = begun(least=2, most=2, replacements=0)
+    roster.leave(0, "failed", 0.3)
+    roster.leave(1, "failed", 0.3)
+    roster.ended("a", 1, 1, 0.4)
+    assert roster.over is None
+    if ends:
+        roster.ended("a", 0, 1, 0.5)
+        assert "member 0 on a ended with code 1; member 1 on a ended with code 1 (" in roster.over
+        return
+    for tenths in range(5, 100):
+        roster.beat("a", (), tenths / 10)
+        roster.tick(tenths / 10)
+    assert "member 0 on a left: failed" in roster.over
 
 
 @pytest.mark.parametrize("ended", [False, True])

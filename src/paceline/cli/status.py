@@ -81,7 +81,7 @@ def _lines(known: Known) -> list[str]:
     if known.run and known.run.least:
         came = _elastic(known)
     else:
-        came = [f"{one}, {span(time.time() - one.at)} ago" for one in lost.read(known.directory)]
+        came = _lost(known)
     slow = _slow(known.directory / "events" / "rank-0.jsonl")
     return [*_table(known), *queue.lines(known), *came, *slow, *_queue(known.directory)]
 
@@ -111,12 +111,16 @@ class _Straggler(msgspec.Struct, tag_field="kind", tag="straggler"):
     step: int
 
 
+def _lost(known: Known) -> list[str]:
+    return [f"{one}, {span(time.time() - one.at)} ago" for one in lost.read(known.directory)]
+
+
 def _elastic(known: Known) -> list[str]:
-    """The scheduler's picture; nothing where it cannot be reached, or no longer runs."""
+    """The scheduler's picture; where it no longer runs, who was lost on the launcher's host."""
     try:
         where = reach.read(known.directory)
         if where is None or runs.launcher_gone(known):
-            return []
+            return _lost(known)
         picture = agent_line.look(where.address, where.token, limit_s=_LIMIT_S)
     except PacelineError as error:
         return [f"the scheduler cannot be asked: {error}"]

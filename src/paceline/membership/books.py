@@ -91,7 +91,9 @@ class Books:
         run = self.run
         assert run.view is not None
         left = tuple(seat.id for seat in self.seats.values() if seat.left and seat.id not in run.ids)
-        self.say(id, NewView(term=run.term, view=run.view, planned=run.planned, left=left, late=run.late))
+        instead = tuple(i for i in run.ids if self.seats[i].instead)
+        order = NewView(term=run.term, view=run.view, planned=run.planned, left=left, late=run.late, instead=instead)
+        self.say(id, order)
 
     def send_home(self, id: int) -> None:
         """Tell a member of the view that nobody stays in it: a planned view of nobody."""
@@ -142,7 +144,7 @@ class Books:
         """One that was lost is there again, in the same process: it stays, and is taken in once it is ready."""
         if seat.state == "lost" and seat.member is not None and self._reachable(seat):
             self.turn(seat, "ready" if seat.ready else "arrived", now)
-            seat.wanted = True
+            seat.wanted = seat.instead = True
             self.watch[seat.id].stop_at = None
 
     def condemn(self, seat: Seat, why: str, now: float) -> None:

@@ -100,6 +100,7 @@ class NewView(msgspec.Struct, frozen=True, tag="view", kw_only=True):
     planned: bool
     left: tuple[int, ...] = ()  # ids of those that are not in it and were not lost: they were asked to go, or went
     late: tuple[int, ...] = ()  # ids of those that were left out because they did not come to a round in time
+    instead: tuple[int, ...] = ()  # ids of those in it that were lost and came back, or came in a lost one's place
 
 
 class Come(msgspec.Struct, frozen=True, tag="come"):

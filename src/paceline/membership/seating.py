@@ -45,6 +45,7 @@ class Seating:
             # the journal. Should the first be on a host that was cut off, it is not to come back.
             seat.past = [*seat.past, *process_of(seat)]
             books.lose(seat, "came again as another process", now, ended=True)
+            seat.instead = True
             self._forming.settle(now)
         if seat.here and (books.watch[seat.id].down is None or books.hosts.runs(seat.host, seat.id)):
             other = seat.member

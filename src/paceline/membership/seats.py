@@ -68,6 +68,7 @@ class Seat(msgspec.Struct, kw_only=True):
     fails: int = 0  # losses in a row without a view that was formed
     why: str = ""  # how it was lost last
     parting: bool = False  # its script has ended before the run did; well, unless its process says otherwise
+    instead: bool = False  # who sits here was lost and came back, or came in the place of one that was
     vain: bool = False  # a process ended here by itself, and not well, before the run had taken a step
     past: list[tuple[str, int]] = []  # host and pid of those that were replaced
 

@@ -8,7 +8,7 @@ back before it is ended to make room.
 from __future__ import annotations
 
 from paceline.core.errors import ConfigError
-from paceline.membership.books import Books
+from paceline.membership.books import FAILED, Books
 from paceline.membership.orders import Drain, Start, Stop
 from paceline.membership.seats import Seat
 
@@ -134,8 +134,8 @@ class Staff:
         place = books.hosts.place(seat.id)
         if place is None:
             return
-        if seat.state == "lost":
-            seat.replaced += 1
+        seat.instead = seat.state == "lost"
+        seat.replaced += seat.instead
         if seat.member is not None:
             seat.past = [*seat.past, (seat.member.host, seat.member.pid)][-_PAST:]
         books.hosts.seen[place].running.append(seat.id)
@@ -173,6 +173,9 @@ class Staff:
         if self._few_since is None:
             self._few_since = now
         # Where members leave one after another, the others may be on their way out too, until they form the next view.
+        ending = any(s.why == FAILED for s in zombies)  # how it ends says why it failed
+        if ending and now < self._few_since + books.patience_s:
+            return
         leaving = any(s.parting for s in books.seats.values()) and books.run.view is not None and not books.run.formed
         if leaving and now < self._few_since + rules.settings.join_limit_s:
             return

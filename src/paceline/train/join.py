@@ -102,6 +102,8 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
         line = Line(place.scheduler, place.token, Arrive(id=place.rank, member=me), limit_s=asked.join_limit_s)
         meeting = Meeting(View(number=0, members=()), line.standing.settings, place.token)
     else:
+        if place.servers:
+            dismissal.tell_in_a_line(f"member {place.rank}")
         meeting = meet(place, describe, asked)
     agreed = _merge(meeting.settings, settings, place)
     _check_words(agreed)

@@ -47,6 +47,7 @@ class Change(msgspec.Struct, frozen=True):
     left: tuple[int, ...] = ()  # of these, who were not lost: they were asked to go, or went
     short: bool = False  # there were too few before, and they waited for this view
     late: tuple[int, ...] = ()  # of `lost`, those that live, but did not come to a round in time
+    instead: tuple[int, ...] = ()  # of `joined`, those that were lost and came back, or came in a lost one's place
 
     @property
     def text(self) -> str:

@@ -68,6 +68,7 @@ class Team:
         self._number = 0  # of the newest view that this member has acted on
         self._result: Any = None  # of the last operation
         self._late: set[int] = set()  # ids of those that the newest view leaves out because they are slow
+        self._instead: set[int] = set()  # and of those in it that were lost and came back, or came for one that was
         line.on_view = lambda heard: None if heard.planned else wires.outdated(heard.view.number)
 
     # ---- from joining to training
@@ -329,6 +330,7 @@ class Team:
                     reason=reason,
                     least=self.least,
                     left=tuple(sorted((before - now) & set(self.left))),
+                    instead=tuple(sorted((now - before) & self._instead)),
                     short=short,
                 )
             )
@@ -344,7 +346,7 @@ class Team:
                 self._go_if_drained()
                 raise
             self._number = heard.view.number
-            self._late = set(heard.late)
+            self._late, self._instead = set(heard.late), set(heard.instead)
             for member in heard.view.members:
                 if self._is_me(member):
                     return heard.view, member

@@ -88,6 +88,7 @@ class Counted:
 
     def __init__(self) -> None:
         self._gone: set[int] = set()
+        self._left: set[int] = set()
         self._late: set[int] = set()
         self._views = Views()
         self._last: deque[View] = deque(maxlen=_MOST)
@@ -111,19 +112,24 @@ class Counted:
         )
         short = event.get("short") is True
         again, self._late = self._late & set(joined), (self._late | set(late)) - set(joined)
-        back = self._gone & set(joined)
-        self._gone = (self._gone | set(lost) - set(late)) - back
+        # One that seemed to leave may have been lost: with what its process ends is known only later.
+        failed = self._left & set(joined) & set(_ids(event.get("instead")))
+        back = self._gone & set(joined) | failed
+        self._left = (self._left | set(left)) - set(joined)
+        self._gone = (self._gone | set(lost) - set(left) - set(late)) - back
         before = self._views
         self._views = Views(
             changes=before.changes + 1,
-            lost=before.lost + len(set(lost) - set(left) - set(late)),
-            left=before.left + len(left),
+            lost=before.lost + len(set(lost) - set(left) - set(late)) + len(failed),
+            left=before.left + len(left) - len(failed),
             replaced=before.replaced + len(back),
             joined=before.joined + len(set(joined) - back - again),
             late=before.late + len(late),
             recovery_s=before.recovery_s + (view.seconds if not short and (lost or not joined) else 0.0),
             waiting_s=before.waiting_s + (view.seconds if short else 0.0),
         )
+        for i, one in enumerate(self._last if failed else ()):
+            self._last[i] = msgspec.structs.replace(one, left=tuple(id for id in one.left if id not in failed))
         self._last.append(view)
 
     @property
