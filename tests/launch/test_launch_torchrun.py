@@ -90,11 +90,18 @@ def test_the_commands_on_several_hosts(tmp_path, monkeypatch):
         ({"nodes": 3}, {"num_members": 4}, "-n 4 with --nodes 3: .* a multiple of 3"),
         ({"nodes": 2}, {"num_members": 4}, r"by which interface do the others reach this host\? --interface: .*lo"),
         ({"interface": "lo"}, {}, "--interface: without --nodes"),
+        ({"master_port": 4711}, {}, "--master-port: without --nodes"),
     ],
 )
 def test_what_torchrun_cannot_do_is_refused(engine, more, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         torchrun.Engine(**engine).prepare(spec(tmp_path, **more))
+
+
+def test_what_the_other_hosts_need_is_said_by_name(tmp_path):
+    shown = torchrun.Engine(nodes=2, interface="lo").preview(spec(tmp_path, num_members=2, env={"KEY": "secret"}))
+    assert "and PACELINE_TOKEN, KEY the same as here: " in shown
+    assert "secret" not in shown.splitlines()[1]
 
 
 def test_several_hosts_need_a_token(tmp_path, monkeypatch):

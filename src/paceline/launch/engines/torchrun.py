@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline.core.errors import ConfigError
-from paceline.launch import plan, preflight, preview, probe, script, tokens
+from paceline.launch import plan, preflight, preview, probe, script, tokens, typed
 from paceline.launch.engines import Option, Shown
 from paceline.launch.engines.starter_job import Failed, Part, Starter, StarterJob
 from paceline.launch.spec import JobSpec
 from paceline.membership import tether
 
+_PORT = 29500  # of torchrun, by default
 _TORCHRUN = ("-m", "torch.distributed.run")  # of Python: what torchrun runs
 _COPIES = "torchrun"  # in the run's logs while it runs: torchrun passes on what it has written there
 _TAG = re.compile(r"\[paceline-rank(\d+)\]:")
@@ -33,6 +34,10 @@ def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _port(text: str) -> int:
+    return typed.port(text, least=1, last=typed.LAST_PORT - 1)  # the rendezvous is at the next one
 
 
 class Dialect:
@@ -70,8 +75,8 @@ class Engine:
         Option(
             field="master_port",
             metavar="P",
-            parse=_number,
-            help="of torchrun; the rendezvous is at the next one; with --nodes (default: 29500)",
+            parse=_port,
+            help=f"of torchrun; the rendezvous is at the next one; with --nodes (default: {_PORT})",
         ),
     )
     spreads: ClassVar[bool] = False
@@ -84,7 +89,7 @@ class Engine:
 
     nodes: int = 1
     interface: str = ""
-    master_port: int = 29500
+    master_port: int = _PORT
 
     def prepare(self, spec: JobSpec) -> JobSpec:
         if spec.elastic or spec.replacing:
@@ -108,6 +113,8 @@ class Engine:
             )
         if self.nodes == 1 and self.interface:
             raise ConfigError("--interface: without --nodes all members are on this host; leave it out")
+        if self.nodes == 1 and self.master_port != _PORT:
+            raise ConfigError("--master-port: without --nodes torchrun takes a port that is free; leave it out")
         return spec
 
     def preview(self, spec: JobSpec) -> str:
@@ -169,9 +176,10 @@ class Engine:
         if self.nodes == 1:
             return []
         numbers = "1" if self.nodes == 2 else f"1 to {self.nodes - 1}"
+        same = ", ".join(["PACELINE_TOKEN", *spec.env])  # only names: values may be secret
         where = f"PACELINE_RENDEZVOUS={self._address(spec)}"
         words = shlex.join(["torchrun", *self._where(spec, "I"), "--no-python", *self._script(spec)])
-        return [f"on the other hosts, I being {numbers}, and PACELINE_TOKEN the same as here: {where} {words}"]
+        return [f"on the other hosts, I being {numbers}, and {same} the same as here: {where} {words}"]
 
     def _script(self, spec: JobSpec) -> Sequence[str]:
         cwd = Path(spec.cwd or Path.cwd())
