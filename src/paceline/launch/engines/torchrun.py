@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,14 @@ class Engine:
                 "--nodes: PACELINE_TOKEN is not set, by which the hosts know each other: export "
                 "PACELINE_TOKEN=$(openssl rand -hex 32) here, and the same on the others"
             )
+        for port in (self.master_port, self.master_port + 1) if self.nodes > 1 else ():
+            try:
+                socket.create_server((self._host(), port)).close()
+            except OSError as error:
+                raise ConfigError(
+                    f"--master-port {self.master_port}: cannot listen at {self._host()}:{port} ({error.strerror}); "
+                    "give another one, which is free with the one after it, here and on the other hosts"
+                ) from None
 
     def start(self, spec: JobSpec, shown: Shown) -> StarterJob:
         for line in self._others(spec):
