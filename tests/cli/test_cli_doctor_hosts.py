@@ -58,6 +58,12 @@ def test_options_about_hosts_need_some(place: Place) -> None:
     assert (done.returncode, "give --hosts a,b" in done.stderr) == (2, True)
 
 
+def test_hosts_that_name_none_are_not_this_one(place: Place) -> None:
+    """An empty variable of a shell; this host alone would be found to be well."""
+    done = place.paceline("doctor", "--hosts", "")
+    assert (done.returncode, "--hosts: '' names no host" in done.stderr) == (2, True)
+
+
 def test_a_link_that_was_not_measured_is_a_dash() -> None:
     report = Report(["a"], facts={"a": FACTS}, address={HERE: "10.0.0.1", "a": "10.0.0.2"})
     report.links["a", HERE] = Link(0.0002, 1e6)

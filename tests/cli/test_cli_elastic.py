@@ -80,6 +80,13 @@ def paceline(*args):
         (["-n", "2:4", "--silence-s", "0"], "'0' is not a number of seconds of at least 0.1"),
         (["-n", "2:4", "--replacements", "-1"], "'-1' is not a whole number of at least 0"),
         (["-n", "2:4", "--hosts", ""], "--hosts: '' names no host"),  # an empty variable of a shell
+        (["-n", "2:4", "--port", "99999"], "--port: '99999' is no port: they end at 65535"),
+        (["-n", "2:4", "--hosts", "a:4", "--start-on", ""], "--start-on: '': say what is called"),
+        (["-n", "2", "--hosts", "a:2", "--ssh", ""], "--ssh: '': say what is called"),
+        (["-n", "2", "--hosts", "a:2", "--ssh", "ssh 'a"], "no closing quotation"),
+        (["-n", "2", "--on", "mpi", "--mpirun", "mpirun 'a"], '--mpirun: "mpirun \'a": no closing quotation'),
+        (["-n", "2", "--on", "slurm", "--sbatch=--qos='a"], '--sbatch: "--qos=\'a": no closing quotation'),
+        (["-n", "2", "--on", "torchrun", "--master-port", "65535"], "they end at 65534"),  # the next one is needed
     ],
 )
 def test_what_cannot_be_elastic(capsys, options, message):

@@ -331,7 +331,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 def test_a_kubectl_that_fails_says_why(tmp_path):
     fake = tmp_path / "kubectl"
-    fake.write_text("#!/bin/sh\necho 'error: no matches for kind \"JobSet\"' >&2\nexit 1\n")
+    log = "E1118 23:04:01.009214   26376 memcache.go:265] Unhandled Error"  # said several times over
+    fake.write_text(f"#!/bin/sh\necho '{log}\n{log}\nerror: no matches for kind \"JobSet\"' >&2\nexit 1\n")
     fake.chmod(0o755)
     done = paceline(tmp_path, *RUN, "--apply", "train.py", path=str(tmp_path))
     assert done.returncode == 2

@@ -47,6 +47,9 @@ def test_a_program_tells_the_hosts(tmp_path):
     program.write_text("#!/bin/sh\necho no cloud >&2\nexit 3\n")
     with pytest.raises(ConfigError, match=r"the program ended with .*3: no cloud"):
         listed.read(str(program))
+    program.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(ConfigError, match=r"3: it printed no error$"):
+        listed.read(str(program))
     with pytest.raises(ConfigError, match="there is no such file"):
         listed.read(str(tmp_path / "none"))
     program.write_text("#!/bin/sh\nprintf 'a 1\\n\\377\\376 1\\n'\n")

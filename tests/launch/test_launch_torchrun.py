@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -37,6 +38,15 @@ def words(*options: str) -> list[str]:
 
 def paceline(tmp_path: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words(*options), cwd=tmp_path, env=ENV | env, capture_output=True, text=True, timeout=400)
+
+
+def two_ports() -> int:
+    """The first of two that are free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
+            port: int = first.getsockname()[1]
+            socket.create_server(("127.0.0.1", port + 1)).close()
+            return port
 
 
 # ---- what is started
@@ -90,6 +100,7 @@ def test_the_commands_on_several_hosts(tmp_path, monkeypatch):
         ({"nodes": 3}, {"num_members": 4}, "-n 4 with --nodes 3: .* a multiple of 3"),
         ({"nodes": 2}, {"num_members": 4}, r"by which interface do the others reach this host\? --interface: .*lo"),
         ({"interface": "lo"}, {}, "--interface: without --nodes"),
+        ({"master_port": 4711}, {}, "--master-port: without --nodes"),
     ],
 )
 def test_what_torchrun_cannot_do_is_refused(engine, more, message, tmp_path):
@@ -97,14 +108,31 @@ def test_what_torchrun_cannot_do_is_refused(engine, more, message, tmp_path):
         torchrun.Engine(**engine).prepare(spec(tmp_path, **more))
 
 
+def test_what_the_other_hosts_need_is_said_by_name(tmp_path):
+    shown = torchrun.Engine(nodes=2, interface="lo").preview(spec(tmp_path, num_members=2, env={"KEY": "secret"}))
+    assert "and PACELINE_TOKEN, KEY the same as here: " in shown
+    assert "secret" not in shown.splitlines()[1]
+
+
 def test_several_hosts_need_a_token(tmp_path, monkeypatch):
-    engine = torchrun.Engine(nodes=2, interface="lo")
+    engine = torchrun.Engine(nodes=2, interface="lo", master_port=two_ports())
     for token, message in (("", "PACELINE_TOKEN is not set"), ("short", "PACELINE_TOKEN has 5 characters")):
         monkeypatch.setenv("PACELINE_TOKEN", token)
         with pytest.raises(ConfigError, match=message):
             engine.check(spec(tmp_path, num_members=2))
     monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
     engine.check(spec(tmp_path, num_members=2))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_port_that_is_in_use(before, tmp_path, monkeypatch):
+    """torchrun's own, or that of the rendezvous."""
+    monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
+    port = two_ports()
+    engine = torchrun.Engine(nodes=2, interface="lo", master_port=port)
+    with socket.create_server(("127.0.0.1", port + before)):
+        with pytest.raises(ConfigError, match=rf"--master-port {port}: cannot listen at 127.0.0.1:{port + before} "):
+            engine.check(spec(tmp_path, num_members=2))
 
 
 def test_members_are_told_where_to_meet():
@@ -236,8 +264,7 @@ def test_two_hosts(tmp_path):
     script = "import paceline, torch\nrun = paceline.join()\n"
     script += "print('sum', run.all_reduce(torch.tensor([run.rank + 1.0])).item(), run.rank, run.size, flush=True)\n"
     (tmp_path / "train.py").write_text(script)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(two_ports())
     options = ("-n", "2", "--nodes", "2", "--interface", "lo", "--master-port", port, "--name", "two", "train.py")
     env = ENV | {"PACELINE_TOKEN": TOKEN, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     dry = paceline(tmp_path, *options[:-1], "--dry-run", "train.py", **env)

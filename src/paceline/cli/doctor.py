@@ -14,6 +14,7 @@ from paceline.cli.display import coloured
 from paceline.cli.flags import Parser, variable
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
+from paceline.launch import typed
 
 _COLOURS = {"ok": 32, "warning": 33, "error": 31}
 
@@ -22,8 +23,12 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="paceline doctor", description="Check this machine, and say what it means for a run.")
     parser.option("--json", help="print a JSON object instead of lines")
     parser.option("--root", parse=str, metavar="DIR", default=Settings().root, help="where runs would live (runs)")
-    parser.option("--hosts", parse=str, metavar="a,b|FILE", help="check these, over ssh, and the links between them")
-    parser.option("--ssh", parse=str, metavar="COMMAND", help="with --hosts: what is called, as in 'ssh -F FILE'")
+    parser.option(
+        "--hosts", parse=typed.hosts, metavar="a,b|FILE", help="check these, over ssh, and the links between them"
+    )
+    parser.option(
+        "--ssh", parse=typed.command, metavar="COMMAND", help="with --hosts: what is called, as in 'ssh -F FILE'"
+    )
     parser.option("--python", parse=str, metavar="PATH", help="with --hosts: of Python there (the same as here)")
     parser.option("--interface", parse=str, metavar="NAME", help="with --hosts: of this host, towards the others")
     parser.option("--env", parse=variable, metavar="NAME[=VALUE]", action="append", help="with --hosts: as for a run")

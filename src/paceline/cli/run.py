@@ -18,7 +18,7 @@ from paceline.cli.flags import LABEL_HELP, Flag, Parser, add_settings, seconds, 
 from paceline.core.errors import ConfigError
 from paceline.core.labels import word
 from paceline.core.settings import Settings
-from paceline.launch import beforehand, cores, engines, held, listed, servers
+from paceline.launch import beforehand, cores, engines, held, listed, servers, typed
 from paceline.launch.detach import Left, leave_terminal
 from paceline.launch.elastic import DRAIN_S
 from paceline.launch.engines import Engine, Seating, Shown, Submitted
@@ -46,22 +46,21 @@ Ctrl-C stops all members, a second Ctrl-C kills them. The exit code is that of t
 """
 
 
-def _listed(text: str) -> str:
-    if not text.strip():
-        raise ConfigError(f"{text!r} names no host: give a:4,b:4, a file or a program, or leave it out")
-    return text
-
-
 _DEFAULT = Elastic(least=1, most=1)
 _ELASTIC = (
     Flag("replacements", "N", whole(0), "how often each member may be started again; with servers also with -n N"),
     Flag("silence_s", "S", seconds(0.1), "after which a member or host that is stopped or not heard of is lost"),
     Flag("standbys", "K", whole(0), "processes that wait, with torch imported, to replace a lost member"),
     Flag("listen", "ADDRESS", str, "of this host, on which others reach it, to join with `paceline agent`"),
-    Flag("port", "P", whole(0), "of that address; 0: any that is free"),
+    Flag("port", "P", typed.port, "of that address; 0: any that is free"),
     Flag("slots", "K", whole(0), "members that this host may have"),
-    Flag("hosts", "a:4,b:4|FILE", _listed, "other hosts, also in lines of a file: names, slots, labels; or a program"),
-    Flag("start_on", "COMMAND", str, "what leads to such a host, instead of --on ssh"),
+    Flag(
+        "hosts",
+        "a:4,b:4|FILE",
+        typed.hosts,
+        "other hosts, also in lines of a file: names, slots, labels; or a program",
+    ),
+    Flag("start_on", "COMMAND", typed.command, "what leads to such a host, instead of --on ssh"),
 )
 _SERVED = ("replacements", "silence_s")  # of these, for runs with servers too
 _PLACED = ("hosts", "listen", "port")  # and these where members that stay are on other hosts

@@ -16,13 +16,13 @@ from paceline.cli.flags import Parser, seconds, whole
 from paceline.cli.plan import nbytes, shape
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.settings import Settings as RunSettings
+from paceline.launch import typed
 from paceline.transport.address import is_loopback, join_address
 
 if TYPE_CHECKING:
     from paceline.serve.holdout import Holdout
 
 _PIP = "pip install 'paceline[serve]'"
-_LAST_PORT = 65535
 _MOST_REPLICAS = 4  # by default: each has a model of its own in memory
 _TOKEN = "PACELINE_SERVE_TOKEN"
 _EPILOG = """\
@@ -73,7 +73,9 @@ def _parser() -> Parser:
         help="of one label for /learn, as in float32 or 10:float32 (int64: the number of a class)",
     )
     parser.option("--host", parse=str, metavar="ADDRESS", default="127.0.0.1", help="to listen on (127.0.0.1)")
-    parser.option("--port", parse=_port, metavar="P", default=8000, help="of that address; 0: any that is free (8000)")
+    parser.option(
+        "--port", parse=typed.port, metavar="P", default=8000, help="of that address; 0: any that is free (8000)"
+    )
     parser.option(
         "--token-file", parse=str, metavar="FILE", help="that holds the token; on loopback none is asked for without"
     )
@@ -149,13 +151,6 @@ def _parser() -> Parser:
         "what", metavar="RUN|CHECKPOINT", help="a run's name or directory, a checkpoint, or a .safetensors file"
     )
     return parser
-
-
-def _port(text: str) -> int:
-    """A number above the last port would be cut to sixteen bits, and be another one."""
-    if (port := whole(0)(text)) > _LAST_PORT:
-        raise ConfigError(f"{text!r} is no port: they end at {_LAST_PORT}")
-    return port
 
 
 def _codec(text: str) -> str:

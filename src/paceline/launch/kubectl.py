@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from typing import NamedTuple
@@ -15,6 +16,7 @@ _LOGS_S = 600.0  # for all that was printed
 _MOST_PODS = 1000  # that are followed; kubectl's own limit is 5
 _SEEN = "jsonpath={.metadata.name}{range .status.conditions[?(@.status=='True')]} {.type}{end}"
 _MISSING = "there is no kubectl here: https://kubernetes.io/docs/tasks/tools"
+_LOGGED = re.compile(r"[EIWF]\d{4} \d\d:\d\d:\d\d\.")  # as in E1118 23:04:01.009214   26376 memcache.go:265]
 _ENDED = {"Completed": "completed", "Complete": "completed", "Failed": "failed"}
 
 
@@ -75,6 +77,12 @@ def inside(job: Job, first: str, *words: str) -> list[str]:
     return ["exec", *job.place, f"job/{job.name}-{first}-0", "--", "python", "-m", "paceline", *words]
 
 
+def _reason(said: str) -> str:
+    """Without the lines of its log, which say the same several times, unless there is nothing else."""
+    lines = [line for line in said.splitlines() if not _LOGGED.match(line)]
+    return "\n".join(lines).strip() or said.strip()
+
+
 def call(*words: str, text: str = "") -> str:
     """What it prints; `text` is its input."""
     try:
@@ -85,5 +93,5 @@ def call(*words: str, text: str = "") -> str:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"kubectl {words[0]} did not end within {_LIMIT_S:g} s: is the cluster reached?") from None
     if done.returncode:
-        raise ConfigError(f"kubectl {words[0]} failed: {done.stderr.strip() or shlex.join(words)}")
+        raise ConfigError(f"kubectl {words[0]} failed: {_reason(done.stderr) or shlex.join(words)}")
     return done.stdout

@@ -177,7 +177,7 @@ def _printed(path: Path, source: str, over: Callable[[], bool]) -> str:
                 os.killpg(program.pid, signal.SIGKILL)
             raise
     if program.returncode:
-        last = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
+        last = (err.decode(errors="replace").strip().splitlines() or ["it printed no error"])[-1]
         raise ConfigError(f"--hosts {source!r}: the program ended with {how(program.returncode)}: {last}")
     return out.decode(errors="replace")
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.environment import this_host
-from paceline.launch import plan, preflight, preview, script
+from paceline.launch import plan, preflight, preview, script, typed
 from paceline.launch.engines import Option, Shown
 from paceline.launch.engines.starter_job import Failed, Part, Starter, StarterJob
 from paceline.launch.spec import JobSpec
@@ -114,6 +114,7 @@ class Engine:
         Option(
             field="mpirun",
             metavar="COMMAND",
+            parse=typed.words,
             help='mpirun with options of its own, as in "mpirun --hostfile hosts" (default: mpirun)',
         ),
         Option(

@@ -24,7 +24,7 @@ from paceline.core.directory import make_directory, new_name, write_private
 from paceline.core.errors import ConfigError
 from paceline.environment import hostlist
 from paceline.environment.slurm import in_step
-from paceline.launch import batch, held, jobs, listed, preflight, preview, ready, seats
+from paceline.launch import batch, held, jobs, listed, preflight, preview, ready, seats, typed
 from paceline.launch import script as scripts
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown, Submitted
@@ -49,7 +49,12 @@ class Engine:
         Option(field="time", metavar="TIME", help="that the job may take, as in 2:00:00"),
         Option(field="nodes", metavar="N", help="over which the members are spread (default: as Slurm likes)"),
         Option(field="gpus", metavar="G", help="on each node, as in 4 or a100:4"),
-        Option(field="sbatch", metavar="OPTIONS", help="more for sbatch, as in '--qos=high --mem=16G'"),
+        Option(
+            field="sbatch",
+            metavar="OPTIONS",
+            parse=typed.words,
+            help="more for sbatch, as in '--qos=high --mem=16G'",
+        ),
         Option(field="requeue", help="when its time is over or its nodes are taken, wait in the queue and go on"),
         Option(field="python", metavar="PATH", help="of Python on the nodes (default: the same as here)"),
         Option(field="interface", metavar="NAME", help="of the launcher's node, by which others reach it"),

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from paceline.core.errors import ConfigError
 from paceline.environment.paceline import VARIABLES
-from paceline.launch import listed, preflight, preview, ready, seats, sync
+from paceline.launch import listed, preflight, preview, ready, seats, sync, typed
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.local import Local, LocalJob
@@ -35,7 +35,12 @@ class Engine:
     """Runs over ssh."""
 
     OPTIONS: ClassVar[tuple[Option, ...]] = (
-        Option(field="ssh", metavar="COMMAND", help="what is called, as in 'ssh -F FILE' (default: ssh)"),
+        Option(
+            field="ssh",
+            metavar="COMMAND",
+            parse=typed.command,
+            help="what is called, as in 'ssh -F FILE' (default: ssh)",
+        ),
         Option(field="python", metavar="PATH", help="of Python on the hosts (default: the same as here)"),
         Option(
             field="interface", metavar="NAME", help="of this host, by which the others reach it (default: by route)"

@@ -10,18 +10,20 @@ import os
 import re
 import shlex
 import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from paceline.core.errors import ConfigError
-from paceline.launch import plan, preflight, preview, probe, script, tokens
+from paceline.launch import plan, preflight, preview, probe, script, tokens, typed
 from paceline.launch.engines import Option, Shown
 from paceline.launch.engines.starter_job import Failed, Part, Starter, StarterJob
 from paceline.launch.spec import JobSpec
 from paceline.membership import tether
 
+_PORT = 29500  # of torchrun, by default
 _TORCHRUN = ("-m", "torch.distributed.run")  # of Python: what torchrun runs
 _COPIES = "torchrun"  # in the run's logs while it runs: torchrun passes on what it has written there
 _TAG = re.compile(r"\[paceline-rank(\d+)\]:")
@@ -33,6 +35,10 @@ def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _port(text: str) -> int:
+    return typed.port(text, least=1, last=typed.LAST_PORT - 1)  # the rendezvous is at the next one
 
 
 class Dialect:
@@ -70,8 +76,8 @@ class Engine:
         Option(
             field="master_port",
             metavar="P",
-            parse=_number,
-            help="of torchrun; the rendezvous is at the next one; with --nodes (default: 29500)",
+            parse=_port,
+            help=f"of torchrun; the rendezvous is at the next one; with --nodes (default: {_PORT})",
         ),
     )
     spreads: ClassVar[bool] = False
@@ -84,7 +90,7 @@ class Engine:
 
     nodes: int = 1
     interface: str = ""
-    master_port: int = 29500
+    master_port: int = _PORT
 
     def prepare(self, spec: JobSpec) -> JobSpec:
         if spec.elastic or spec.replacing:
@@ -108,6 +114,8 @@ class Engine:
             )
         if self.nodes == 1 and self.interface:
             raise ConfigError("--interface: without --nodes all members are on this host; leave it out")
+        if self.nodes == 1 and self.master_port != _PORT:
+            raise ConfigError("--master-port: without --nodes torchrun takes a port that is free; leave it out")
         return spec
 
     def preview(self, spec: JobSpec) -> str:
@@ -123,6 +131,14 @@ class Engine:
                 "--nodes: PACELINE_TOKEN is not set, by which the hosts know each other: export "
                 "PACELINE_TOKEN=$(openssl rand -hex 32) here, and the same on the others"
             )
+        for port in (self.master_port, self.master_port + 1) if self.nodes > 1 else ():
+            try:
+                socket.create_server((self._host(), port)).close()
+            except OSError as error:
+                raise ConfigError(
+                    f"--master-port {self.master_port}: cannot listen at {self._host()}:{port} ({error.strerror}); "
+                    "give another one, which is free with the one after it, here and on the other hosts"
+                ) from None
 
     def start(self, spec: JobSpec, shown: Shown) -> StarterJob:
         for line in self._others(spec):
@@ -169,9 +185,10 @@ class Engine:
         if self.nodes == 1:
             return []
         numbers = "1" if self.nodes == 2 else f"1 to {self.nodes - 1}"
+        same = ", ".join(["PACELINE_TOKEN", *spec.env])  # only names: values may be secret
         where = f"PACELINE_RENDEZVOUS={self._address(spec)}"
         words = shlex.join(["torchrun", *self._where(spec, "I"), "--no-python", *self._script(spec)])
-        return [f"on the other hosts, I being {numbers}, and PACELINE_TOKEN the same as here: {where} {words}"]
+        return [f"on the other hosts, I being {numbers}, and {same} the same as here: {where} {words}"]
 
     def _script(self, spec: JobSpec) -> Sequence[str]:
         cwd = Path(spec.cwd or Path.cwd())
