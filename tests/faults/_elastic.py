@@ -32,6 +32,7 @@ def run_with(
     strategy: str = "allreduce",
     silence_s: float = 1.5,
     replacements: int = 3,
+    progress: str = "off",
 ) -> Result:
     """Train to the end while the plan is carried out."""
     kept, ledger = Kept(), tmp_path / "ledger"
@@ -43,7 +44,7 @@ def run_with(
         settings=Settings().with_(
             root=str(root or tmp_path / "runs"),
             name="it",
-            progress="off",
+            progress=progress,
             wait_limit_s=60.0,
             checkpoint_every_s=checkpoint_every_s,
             stragglers=stragglers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -37,11 +38,14 @@ def test_the_summary_has_a_row_for_a_member_that_was_lost_for_good(tmp_path: Pat
 
 
 def test_the_first_member_is_killed_and_another_one_leads(tmp_path: Path) -> None:
-    result = run_with(tmp_path, FaultPlan().kill(member=0, step=9))
+    result = run_with(tmp_path, FaultPlan().kill(member=0, step=9), progress="plain")
     result.must_be_clean()
     views = msgspec.json.decode((result.dir / "summary.json").read_bytes())["views"]
     assert (views["lost"], views["last"][0]["lost"]) == (1, [0])
     assert views["recovery_s"] > 0
+    lines = re.findall(r"epoch \d+\S*", result.output)
+    assert lines, result.output
+    assert not [line for line in lines if "/" not in line], result.output  # who leads now knows how many there are
 
 
 @pytest.mark.slow

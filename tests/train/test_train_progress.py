@@ -57,6 +57,14 @@ def test_time_left_counts_what_happens_between_epochs() -> None:
     assert (pace.within(), pace.done()) == (1, 3 / 8)
 
 
+def test_who_comes_within_a_run_counts_from_the_epoch_it_is_told() -> None:
+    pace = Pace()
+    pace.take({"kind": "epoch", "time": 100.0, "epoch": 2, "epochs": 4, "steps": 10, "step": 20})
+    pace.take(step(25, 105.0, epoch=2))
+    assert pace.where() == "epoch 3/4"
+    assert (pace.within(), pace.left_s()) == (5, pytest.approx(15.0))
+
+
 def test_without_totals_there_is_no_time_left_until_an_epoch_was_seen() -> None:
     pace = Pace()
     pace.take({"kind": "epoch", "time": 0.0, "epoch": 0, "epochs": 2})

@@ -32,11 +32,13 @@ class Events:
     def __init__(self, rank: int, sinks: list[Sink] | None = None) -> None:
         self.rank = rank
         self.sinks: list[Sink] = list(sinks or [])
+        self.newest: dict[str, Event] = {}  # of each kind, for sinks that come later
         self._lock = threading.RLock()
 
     def emit(self, kind: str, **fields: Any) -> Event:
         event = {"kind": kind, "time": time.time(), "rank": self.rank, **fields}
         with self._lock:
+            self.newest[kind] = event
             for sink in self.sinks:
                 sink(event)
         return event

@@ -160,6 +160,9 @@ def join(*, strategy: Strategy | str | None = None, **settings: Any) -> Run:
             directory, agreed, place.rank, 0 if first else place.rank or place.size, first=first
         )
         events.sinks[:] = taken.sinks
+        if "epoch" in events.newest:  # how far the run has come, for what shows it
+            for sink in taken.sinks[1:]:
+                sink(events.newest["epoch"])
         ending.first = first
         while first and desks:
             desks.pop().close()

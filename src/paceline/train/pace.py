@@ -84,6 +84,7 @@ class Pace:
             self.epoch_steps, self._told = int(event["steps"]), True
         if event.get("step") is not None:
             self.epoch_begin, self._began_inside = int(event["step"]), False
+            self.step = max(self.step, self.epoch_begin)  # who has not seen the steps before
         else:
             self.epoch_begin = self.step
 
