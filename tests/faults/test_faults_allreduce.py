@@ -46,6 +46,9 @@ def test_the_first_member_is_killed_and_another_one_leads(tmp_path: Path) -> Non
     lines = re.findall(r"epoch \d+\S*", result.output)
     assert lines, result.output
     assert not [line for line in lines if "/" not in line], result.output  # who leads now knows how many there are
+    events = map(msgspec.json.decode, (result.dir / "events" / "rank-0.jsonl").read_bytes().splitlines())
+    lost = next(event for event in events if event["kind"] == "view")  # of 480 samples, 24 were in each step of three
+    assert lost["steps"] == lost["step"] + -(-(480 - 24 * lost["step"]) // 16)  # and 16 are in those of two
 
 
 @pytest.mark.slow

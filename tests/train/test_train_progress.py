@@ -65,6 +65,16 @@ def test_who_comes_within_a_run_counts_from_the_epoch_it_is_told() -> None:
     assert (pace.within(), pace.left_s()) == (5, pytest.approx(15.0))
 
 
+def test_who_leads_from_within_an_epoch_tells_the_time_left_by_the_steps_since() -> None:
+    pace = Pace()
+    pace.take({"kind": "epoch", "time": 100.0, "epoch": 0, "epochs": 1, "steps": 1000, "step": 0})  # it came at 200
+    pace.take({"kind": "view", "time": 105.0, "size": 2, "step": 250, "steps": 600})
+    pace.take(step(260, 106.0))
+    assert (pace.within(), pace.left_s()) == (260, pytest.approx(34.0))
+    pace.take({"kind": "view", "time": 106.0, "size": 1, "step": 260, "steps": 940})
+    assert pace.left_s() == pytest.approx(68.0)
+
+
 def test_without_totals_there_is_no_time_left_until_an_epoch_was_seen() -> None:
     pace = Pace()
     pace.take({"kind": "epoch", "time": 0.0, "epoch": 0, "epochs": 2})

@@ -399,8 +399,9 @@ class Loop:
             self._lead(self._leads)
 
     def _changed(self, change: Change) -> None:
-        self._status.enter(self._meter.epoch, self._replica.epoch_step, self._steps(change.size))
-        self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step)
+        steps = self._steps(change.size)
+        self._status.enter(self._meter.epoch, self._replica.epoch_step, steps)
+        self._events.emit("view", **msgspec.structs.asdict(change), step=self._meter.step, steps=steps or None)
         if self._world.group.rank == 0:
             print(f"paceline: {change.text}", file=sys.stderr)
         for line in self._lateness.note(change):

@@ -67,6 +67,8 @@ class Pace:
             self._begin_epoch(event)
         elif kind == "step":
             self._take_step(event, now)
+        elif kind == "view":
+            self._take_view(event, now)
         if kind in ("start", "epoch", "step", "end") and math.isfinite(now):
             if self._started is None:
                 self._started = now
@@ -100,6 +102,16 @@ class Pace:
         if event.get("epoch") is not None:
             self.epoch = event["epoch"]
         self.scalars.update(event.get("scalars") or {})
+
+    def _take_view(self, event: Event, now: float) -> None:
+        """Others share what is left of the epoch."""
+        if self.epoch is None:
+            return
+        if event.get("steps"):
+            self.epoch_steps = int(event["steps"])
+        if not self.stepped and math.isfinite(now):  # what went before was not seen, nor perhaps done here
+            self.step = max(self.step, int(event.get("step") or 0))
+            self._last = now
 
     def where(self) -> str:
         """ "epoch 3/10", or "" before the first."""
