@@ -88,6 +88,20 @@ def test_who_left_and_came_back_has_joined_unless_it_was_lost_after_all(tmp_path
     assert [v.cells[4] for v in views.last] == ["1", "-", "2 left", "-", "2", "-"]
 
 
+def test_who_left_first_and_was_lost_later_is_told_as_both(tmp_path: Path) -> None:
+    told = (
+        view(2, 103.0, lost=[1], left=[1], size=2),  # `paceline scale` down and up
+        view(3, 104.0, joined=[1]),
+        view(4, 105.0, lost=[1], left=[1], size=2),  # sys.exit(3)
+        view(5, 106.0, joined=[1], instead=[1]),
+    )
+    events(tmp_path, 0, start(100.0), *told, end(109.0))
+    views = read(tmp_path).views
+    assert views is not None
+    assert (views.lost, views.left, views.replaced, views.joined) == (1, 1, 1, 1)
+    assert [v.cells[4] for v in views.last] == ["1 left", "-", "1", "-"]
+
+
 def test_many_are_counted_and_few_are_kept(tmp_path: Path) -> None:
     events(tmp_path, 0, start(0.0), *(view(n, float(n), lost=[n % 4], joined=[(n + 2) % 4]) for n in range(1, 201)))
     views = read(tmp_path).views

@@ -128,8 +128,11 @@ class Counted:
             recovery_s=before.recovery_s + (view.seconds if not short and (lost or not joined) else 0.0),
             waiting_s=before.waiting_s + (view.seconds if short else 0.0),
         )
-        for i, one in enumerate(self._last if failed else ()):
-            self._last[i] = msgspec.structs.replace(one, left=tuple(id for id in one.left if id not in failed))
+        for i in range(len(self._last) - 1, -1, -1):  # the last time that each seemed to leave
+            one = self._last[i]
+            if wrong := failed & set(one.left):
+                self._last[i] = msgspec.structs.replace(one, left=tuple(id for id in one.left if id not in wrong))
+                failed -= wrong
         self._last.append(view)
 
     @property
