@@ -19,6 +19,7 @@ from paceline.membership.orders import (
     Beat,
     Broken,
     Drain,
+    DrainHost,
     Ended,
     Host,
     Leave,
@@ -286,6 +287,16 @@ def test_what_an_agent_could_not_say_it_says_later():
             until(lambda: not line._running)
             again.channel.close()
             assert again.meet(Host).running == ()
+
+
+def test_an_agent_tells_each_scheduler_that_its_host_must_go():
+    """What the one before was told may have been lost with it: it was stopped, and is killed."""
+    with met(Host) as (desk, line):
+        line.drain_host()
+        assert desk.hear_not_a_beat() == DrainHost()
+        desk.channel.close()
+        assert desk.meet(Host).running == (5,)
+        assert desk.hear() == DrainHost()
 
 
 def test_a_refused_agent_is_told_why():

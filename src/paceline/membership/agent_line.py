@@ -44,7 +44,7 @@ from paceline.transport.channel import Channel, connect
 
 _BEAT_S = 0.5
 _ANSWER_LIMIT_S = 10.0
-_Said = Started | Ended | DrainHost | EndRun
+_Said = Started | Ended
 
 
 class AgentLine:
@@ -61,6 +61,7 @@ class AgentLine:
         self._term = 0
         self._running = set(host.running)  # ordered or started, and not known to the scheduler as ended
         self._owed: list[_Said] = []
+        self._wishes: list[DrainHost | EndRun] = []  # told to each scheduler: the one before may not have heard them
         self._paused: tuple[int, ...] = ()
         self._closed = threading.Event()
         try:
@@ -89,13 +90,11 @@ class AgentLine:
 
     def drain_host(self) -> None:
         """This host must go."""
-        with self._lock:
-            self._say(DrainHost())
+        self._wish(DrainHost())
 
     def end_run(self, *, drain: bool) -> None:
         """The run must end, on all hosts."""
-        with self._lock:
-            self._say(EndRun(drain))
+        self._wish(EndRun(drain))
 
     def report(self, message: FromAgent) -> None:
         """Say what a crew has to say."""
@@ -127,6 +126,10 @@ class AgentLine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _wish(self, message: DrainHost | EndRun) -> None:
+        self._wishes.append(message)  # first: a connection that is made meanwhile begins with it
+        self._tie.send(encode(message))
+
     def _say(self, message: _Said) -> None:
         """Now, or after what is owed once the line is there again."""
         if self._owed or not self._tie.send(encode(message)):
@@ -146,6 +149,8 @@ class AgentLine:
     def _greet(self, channel: Channel) -> None:
         running = tuple(sorted(self._running.copy()))
         channel.send(encode(msgspec.structs.replace(self._host, running=running)))
+        for wish in self._wishes:
+            channel.send(encode(wish))
 
     def _heard(self, data: bytearray) -> None:
         order: ToAgent = decode(data, ToAgent)
