@@ -188,6 +188,25 @@ def test_who_still_trains_when_too_few_are_left_is_told():
     assert f"member 1 on a {LEFT}" in roster.over
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_one_that_is_needed_and_seemed_to_end_well_is_replaced_if_it_did_not(ends):
+    """The others meet without it before its process has ended."""
+    roster = begun(least=2, most=2)
+    roster.leave(1, "left", 0.3)
+    roster.formed(0, 2, 0.35)
+    roster.tick(0.4)
+    assert roster.over is None
+    if ends:
+        roster.ended("a", 1, 3, 0.5)
+        roster.tick(1.1)
+        assert (roster.over, state(roster, 1)[0]) == (None, "starting")
+        return
+    for tenths in range(5, 100):
+        roster.beat("a", (), tenths / 10)
+        roster.tick(tenths / 10)
+    assert f"member 1 on a {LEFT}" in roster.over
+
+
 def test_how_a_member_fails_may_end_the_run_so_nobody_says_that_it_is_started_again():
     roster = begun()
     roster.leave(1, "failed", 0.3)

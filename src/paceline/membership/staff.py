@@ -173,7 +173,9 @@ class Staff:
         if self._few_since is None:
             self._few_since = now
         # Where members leave one after another, the others may be on their way out too, until they form the next view.
-        ending = any(s.why == FAILED for s in zombies)  # how it ends says why it failed
+        # How it ends says why it failed; or that it has not left, but failed, and can be started again.
+        ending = any(s.why == FAILED for s in zombies)
+        ending = ending or any(s.parting and books.hosts.runs(s.host, s.id) for s in books.seats.values())
         if ending and now < self._few_since + books.patience_s:
             return
         leaving = any(s.parting for s in books.seats.values()) and books.run.view is not None and not books.run.formed
