@@ -285,6 +285,13 @@ def test_members_are_dropped_only_where_the_run_goes_on_without_them(words, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_no_run_is_not_joined():
+    """Also where it is longer than the name of a file may be."""
+    done = paceline("agent", "--join", "x" * 300)
+    assert done.returncode == 2
+    assert "xxx': there is no run; give its scheduler.json" in done.stderr
+
+
 def test_status_of_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "there are no runs in 'runs'" in paceline("status").stderr

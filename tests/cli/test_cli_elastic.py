@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -93,6 +94,20 @@ def test_what_cannot_be_elastic(capsys, options, message):
     assert cli.main(["run", *options, "train.py"]) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+def test_a_port_in_use_and_an_address_of_another_host_are_told_before_anything_starts(here):
+    """A scheduler that cannot listen would be started again and again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = paceline("run", "-n", "1:2", "--port", str(port), "train.py")
+    assert done.returncode == 2
+    assert f"--port {port}: cannot listen at 127.0.0.1:{port} (Address already in use); give another" in done.stderr
+    done = paceline("run", "-n", "1:2", "--listen", "203.0.113.9", "train.py")
+    assert done.returncode == 2
+    assert "--listen 203.0.113.9: cannot listen there (Cannot assign requested address); give an" in done.stderr
+    assert "lo (127.0.0.1)" in done.stderr
+    assert not (here / "runs").exists()
 
 
 def test_what_would_be_started(capsys):

@@ -52,6 +52,18 @@ def test_a_run_is_stopped_and_its_logs_stay(tmp_path: Path) -> None:
     assert "is not running here: ended with exit code 143" in again.stderr
 
 
+def test_a_variable_that_is_not_set_is_not_the_newest_run(tmp_path: Path) -> None:
+    """As in paceline stop "$RUN"."""
+    with begin(tmp_path, ALONE, "-n", "1") as process:
+        try:
+            for words in (["stop", ""], ["scale", "", "2"], ["logs", ""], ["status", ""]):
+                done = paceline(*words, cwd=tmp_path)
+                assert (done.returncode, "'' names no run: give its name" in done.stderr) == (2, True), done
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
 def test_followed_logs_end_with_the_run(tmp_path: Path) -> None:
     script = "import time\nprint('here', flush=True)\ntime.sleep(3)\nprint('last', end='')\n"
     with begin(tmp_path, script, "-n", "1") as process:

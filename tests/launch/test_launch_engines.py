@@ -52,6 +52,8 @@ def test_an_unknown_engine_is_named_with_the_nearest(tmp_path: Path) -> None:
     done = run("run", "-n", "2", "--on", "lokal", "train.py", cwd=tmp_path)
     assert done.returncode == 2
     assert "--on 'lokal' is not an engine: did you mean 'local'?" in done.stderr
+    done = run("run", "-n", "2", "--on", "", "--dry-run", "train.py", cwd=tmp_path)  # "$ENGINE", which is not set
+    assert (done.returncode, "--on '' is not an engine: known: 'local', 'ssh'" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,23 @@ def test_lists_of_hosts(source, found):
     assert listed.read(listed.text(found)) == found
 
 
+def test_many_hosts_are_no_file_name():
+    """More characters than the name of a file may have."""
+    names = {f"node{i:03}": Room(4) for i in range(100)}
+    assert listed.is_list(listed.text(names))
+    assert listed.read(listed.text(names)) == names
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):  # root may read whatever there is
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "hosts.txt").write_text("a 4\n")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r"hosts.txt': the file cannot be read: Permission denied"):
+        listed.read(str(tmp_path / "hosts.txt"))
+
+
 def test_a_file_of_hosts(tmp_path):
     """As on the command line, or in columns; with comments and blank lines."""
     file = tmp_path / "hosts.txt"

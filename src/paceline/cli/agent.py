@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
 def _where(join: str) -> Reach:
     if join == "-":
         return _decoded(sys.stdin.buffer.readline(1 << 16), "standard input")
-    if Path(join).is_file():
+    if os.path.isfile(join):
         try:
             return _decoded(Path(join).read_bytes(), join)
         except OSError as error:

@@ -35,7 +35,9 @@ def main(argv: list[str]) -> int:
     parser.option("--rank", parse=whole(0), metavar="K", help="of this member alone")
     parser.option("--lines", parse=whole(0), metavar="N", help="the last N of each (default: all)")
     parser.option("--follow", help="go on until the run ends")
-    parser.add_argument("run", nargs="?", metavar="RUN", help="its name or directory (default: the newest)")
+    parser.add_argument(
+        "run", nargs="?", type=runs.named, metavar="RUN", help="its name or directory (default: the newest)"
+    )
     _, rest = parser.split(argv)
     parser.split(rest[1:])  # an unknown option after RUN gets the nearest name too
     given = parser.parse_args(argv)

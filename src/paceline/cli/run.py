@@ -85,7 +85,8 @@ def main(argv: list[str]) -> int:
 def _asked(argv: list[str]) -> tuple[Namespace, Engine, JobSpec, recipes.Table]:
     """What the command line and its recipe ask for, by which engine, and both as a recipe."""
     given, rest, recipe = recipes.resolve(lambda words: _parser(*_named(words)), argv)
-    given.on = given.on or ("ssh" if given.hosts and not given.start_on else "local")
+    if given.on is None:  # not "", a variable that is not set, which would start all members here
+        given.on = "ssh" if given.hosts and not given.start_on else "local"
     if given.members is None:
         raise ConfigError(_no_members(rest))
     own = {option.field: getattr(given, option.field) for option in engines.options(given.on)}

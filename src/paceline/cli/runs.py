@@ -7,6 +7,7 @@ the kernel, where it runs on this host.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import time
@@ -43,6 +44,13 @@ class Known:
         """A member's process number, or 0."""
         doing = self.said[rank]
         return doing.pid if doing else _launched_pid(self.run, rank)
+
+
+def named(text: str) -> str:
+    """A run as it is typed. An empty one is a variable of a shell that is not set, and would mean the newest run."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names no run: give its name or its directory")
+    return text
 
 
 def look(directory: Path) -> Known | None:

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         prog="paceline scale", description="Let an elastic run have more members, or fewer.", epilog=_EPILOG
     )
     parser.option("--root", parse=str, metavar="DIR", default=Settings().root, help="where runs live (runs)")
-    parser.add_argument("run", metavar="RUN", help="its name or directory")
+    parser.add_argument("run", type=runs.named, metavar="RUN", help="its name or directory")
     parser.add_argument("size", metavar="SIZE", help="how many members, within the MIN:MAX that it was started with")
     _, rest = parser.split(argv)
     parser.split(rest[2:])  # an unknown option after RUN and SIZE gets the nearest name too

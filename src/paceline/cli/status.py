@@ -34,7 +34,9 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="paceline status", description="What each member of a run is doing or waiting for.")
     parser.option("--root", parse=str, metavar="DIR", default=Settings().root, help="where runs live (runs)")
     parser.option("--all", help="list the runs, newest first")
-    parser.add_argument("run", nargs="?", metavar="RUN", help="its name or directory (default: the newest)")
+    parser.add_argument(
+        "run", nargs="?", type=runs.named, metavar="RUN", help="its name or directory (default: the newest)"
+    )
     _, rest = parser.split(argv)
     parser.split(rest[1:])  # an unknown option after RUN gets the nearest name too
     given = parser.parse_args(argv)

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser.option("--root", parse=str, metavar="DIR", default=Settings().root, help="where runs live (runs)")
     parser.option("--kill", help="end the members at once")
     parser.option("--limit-s", parse=seconds(0), metavar="S", default=60.0, help="how long to wait for the end (60)")
-    parser.add_argument("run", metavar="RUN", help="its name or directory")
+    parser.add_argument("run", type=runs.named, metavar="RUN", help="its name or directory")
     _, rest = parser.split(argv)
     parser.split(rest[1:])  # an unknown option after RUN gets the nearest name too
     given = parser.parse_args(argv)

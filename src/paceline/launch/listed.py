@@ -35,11 +35,15 @@ def read(source: str, over: Callable[[], bool] = lambda: False) -> dict[str, Roo
     path = Path(source)
     if is_list(source):
         return _named(source)
-    if not path.is_file():
+    if not os.path.isfile(source):
         raise ConfigError(f"--hosts {source!r}: there is no such file")
-    if not os.access(path, os.X_OK):
-        return parse(path.read_text(errors="replace"), source)
-    return parse(_printed(path, source, over), source)
+    if os.access(path, os.X_OK):
+        return parse(_printed(path, source, over), source)
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"--hosts {source!r}: the file cannot be read: {error.strerror}") from None
+    return parse(text, source)
 
 
 def some(source: str) -> dict[str, Room]:
@@ -59,7 +63,7 @@ def is_list(source: str) -> bool:
     (True, True, False, False)
     """
     looks = "/" not in source and Path(source).suffix not in _FILES
-    return looks and not Path(source).is_file()
+    return looks and not os.path.isfile(source)  # which does not mind that many hosts are too long for a file's name
 
 
 def numbered(source: str) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from paceline.core.errors import ConfigError
 from paceline.environment import crowd
-from paceline.launch import listed, posts, preview, tokens
+from paceline.launch import listed, posts, preview, probe, tokens
 from paceline.launch.elastic import ElasticJob
 from paceline.launch.engines import Option, Shown
 from paceline.launch.local import Local, LocalJob
 from paceline.launch.record import SUBMISSION
 from paceline.launch.spec import JobSpec
+from paceline.transport.address import join_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,28 @@ class Engine:
         return "\n".join([*preview.members(spec), preview.settings(spec)])
 
     def check(self, spec: JobSpec) -> None:
-        """There is always this host."""
+        """There is always this host; its scheduler must be able to listen where it is to.
+
+        The name of a pod may not be known yet, or lead to the one before: the scheduler is started again until it does.
+        """
+        elastic = spec.elastic
+        if elastic is None:
+            return
+        host, port = elastic.listen or "127.0.0.1", elastic.port
+        try:
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        except OSError as error:
+            why = (error.strerror or str(error)).partition(" (")[0]
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"--port {port}: cannot listen at {join_address(host, port)} ({why}); give another one, or leave "
+                    "it out"
+                ) from None
+            if not spec.token:
+                own = ", ".join(f"{name} ({address})" for name, address in probe.interfaces().items() if address)
+                raise ConfigError(
+                    f"--listen {host}: cannot listen there ({why}); give an address of this host: {own}"
+                ) from None
 
     def start(self, spec: JobSpec, shown: Shown) -> LocalJob | ElasticJob:
         told = spec.elastic is not None and bool(spec.elastic.listen)  # the others of a TrainJob have agents
