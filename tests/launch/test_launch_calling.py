@@ -352,6 +352,7 @@ def test_under_torchrun_it_is_refused(monkeypatch):
         ({"workers": True}, "workers=True"),
         ({"workers": 2.0}, "workers=2.0"),
         ({"workers": 1, "limit_s": 0}, "limit_s=0: give a number of seconds above 0"),
+        ({"workers": 1, "limit_s": "3"}, "limit_s='3': give a number of seconds above 0"),
         ({"workers": 1, "threads": 0}, "threads=0"),
         ({"workers": 1, "sed": 3}, "unknown setting 'sed': did you mean 'seed'?"),
         ({"workers": 1, "name": "a/b"}, "name 'a/b': use up to 200 letters"),

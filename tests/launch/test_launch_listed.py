@@ -102,6 +102,10 @@ def test_what_is_no_host_is_refused_with_its_line(line):
         listed.parse(line, "hosts")
 
 
+def test_a_file_of_an_editor_that_marks_its_beginning():
+    assert listed.parse("\ufeffa 4\nb\n", "hosts") == {"a": Room(4), "b": Room(1)}
+
+
 def test_what_to_write_instead():
     with pytest.raises(ConfigError, match=r"^hosts:1: 'a:1:2' is not a host's name.*as in \[2001:db8::1\]:4$"):
         listed.parse("a:1:2", "hosts")

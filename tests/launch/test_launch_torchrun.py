@@ -56,11 +56,13 @@ def test_the_command_on_one_host(tmp_path):
     shown = torchrun.Engine().preview(spec(tmp_path, num_members=4)).splitlines()
     first = shlex.split(shown[0])
     at = first.index("torch.distributed.run")
-    assert first[at - 2 : at + 4] == [
+    assert first[at - 2 : at + 6] == [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--nnodes",
+        "1",
         "--nproc-per-node",
         "4",
     ]

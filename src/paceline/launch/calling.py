@@ -100,7 +100,7 @@ def _spec(
         raise ConfigError(f"launch({fn!r}): give a function, and its arguments behind it: launch(fn, 0.1, workers=4)")
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"workers={workers!r}: give a whole number of at least 1")
-    if not limit_s > 0:
+    if not isinstance(limit_s, int | float) or not limit_s > 0:
         raise ConfigError(f"limit_s={limit_s!r}: give a number of seconds above 0")
     if not isinstance(strategy := given.get("strategy", ""), str):
         from paceline.strategies import words_of

@@ -81,7 +81,7 @@ def parse(text: str, source: str) -> dict[str, Room]:
     Room(slots=2, labels=('gpu',))
     """
     found: dict[str, Room] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue

@@ -176,7 +176,7 @@ class Engine:
     def _where(self, spec: JobSpec, node: str) -> list[str]:
         each = ["--nproc-per-node", str(spec.num_members // self.nodes)]
         if self.nodes == 1:
-            return ["--standalone", *each]
+            return ["--standalone", "--nnodes", "1", *each]  # whatever PET_NNODES says, as in a pod
         master = ["--master-addr", self._host(), "--master-port", str(self.master_port)]
         return ["--nnodes", str(self.nodes), *each, "--node-rank", node, *master]
 
