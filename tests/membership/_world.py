@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError, Interrupted
 from paceline.core.settings import Settings
 from paceline.core.view import Member, View
 from paceline.membership.messages import Refused
-from paceline.membership.orders import Drain, NewView, Noted, Over, Standing, Start, Stop
+from paceline.membership.orders import Drain, Ended, NewView, Noted, Over, Standing, Start, Stop
 from paceline.membership.roster import Roster
 from paceline.membership.seats import Rules
 
@@ -61,6 +61,7 @@ class World:
         self.over: dict[str, str] = {}
         self.refusals: list[Refused] = []
         self.starts: dict[int, int] = {}
+        self.codes: dict[tuple[str, int], int] = {}  # by host and id, of those that have ended there
         self.views: dict[int, View] = {}
         self.last: View | None = None
         self.state: set = set()  # processes that hold the training's state
@@ -123,6 +124,7 @@ class World:
         match order:
             case Start() if not running:
                 self.starts[order.id] = self.starts.get(order.id, 0) + 1
+                self.codes.pop((host, order.id), None)
                 process = Process(order.id, 1000 + len(self.processes), host, self.now)
                 self.processes.append(process)
                 self.do(lambda r: r.started(host, order.id, process.pid, self.now))
@@ -136,6 +138,7 @@ class World:
         if not process.alive:
             return
         process.alive = False
+        self.codes[process.host, process.id] = code
         had_line, process.line = process.line, False
         if had_line:
             self.do(lambda r: r.down(process.id, self.now))
@@ -247,7 +250,8 @@ class World:
         self.silent.discard(host)
         if host not in self.dead:
             running = sorted({p.id for p in self.living() if p.host == host})
-            self.do(lambda r: r.host(host, self.hosts[host], running, self.now))
+            ended = [Ended(id, code) for (name, id), code in self.codes.items() if name == host]
+            self.do(lambda r: r.host(host, self.hosts[host], running, self.now, ended=ended))
 
     def lose_host(self, host):
         for process in self.living():
@@ -256,9 +260,12 @@ class World:
                 self.do(lambda r, process=process: r.down(process.id, self.now))
         self.dead.add(host)
 
-    def restart(self, away_s):
-        """The scheduler is killed and started again."""
+    def restart(self, away_s, unheard=()):
+        """The scheduler is killed and started again; it has not read that the `unheard` were killed."""
         parts = self.roster.dump()
+        for process in unheard:
+            process.alive = False
+            self.codes[process.host, process.id] = -9
         for process in self.processes:
             process.line = False
             process.inbox.clear()

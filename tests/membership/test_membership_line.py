@@ -286,7 +286,13 @@ def test_what_an_agent_could_not_say_it_says_later():
             assert [again.hear_not_a_beat(), again.hear_not_a_beat()] == [Ended(0, -9), Ended(5, 1)]
             until(lambda: not line._running)
             again.channel.close()
-            assert again.meet(Host).running == ()
+            back = again.meet(Host)
+            assert (back.running, back.ended) == ((), (Ended(0, -9), Ended(5, 1)))  # who was told may be gone
+            again.say(Start(1, 5))
+            line.orders.get(timeout=5.0)
+            again.channel.close()
+            back = again.meet(Host)
+            assert (back.running, back.ended) == ((5,), (Ended(0, -9),))
 
 
 def test_an_agent_tells_each_scheduler_that_its_host_must_go():

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError, Interrupted, TimedOut
 from paceline.core.settings import Settings
 from paceline.core.view import Member
 from paceline.membership.books import LEFT
-from paceline.membership.orders import Drain, NewView, Over, Standing, Start, Stop
+from paceline.membership.orders import Drain, Ended, NewView, Over, Standing, Start, Stop
 from paceline.membership.roster import Roster
 from paceline.membership.seats import Rules
 from tests.membership._world import World
@@ -517,6 +517,15 @@ def test_a_run_that_is_stopped_ends_on_all_hosts():
     assert at_once.over == world.over
 
 
+@pytest.mark.parametrize(("code", "found"), [(0, ("drained", LEFT)), (-9, ("lost", "was killed by signal 9"))])
+def test_an_end_that_a_killed_scheduler_never_read_is_told_to_the_next(code, found):
+    roster = begun()
+    roster.host("a", 3, (0, 1, 2), 0.3)
+    for _ in range(2):  # the second time it is known
+        roster.host("a", 3, (0, 2), 0.4, ended=(Ended(1, code),))
+        assert state(roster, 1)[:2] == found
+
+
 def test_where_other_hosts_may_join_one_is_waited_for():
     world = World({"a": 2}, least=1, target=2, most=2, open=True)
     formed(world)
@@ -750,7 +759,7 @@ def disturb(world, op, pick):
     if world.roster.over is not None:
         return
     if op == "restart":
-        world.restart(0.1 + pick % 7)
+        world.restart(0.1 + pick % 7, living[:1] if pick % 3 == 0 else ())
     elif op == "scale":
         world.do(lambda r: r.scale(world.rules.least + pick % (world.rules.most - world.rules.least + 1), world.now))
     elif op == "drain" and len(world.hosts) > 1 and host not in world.silent | world.dead:

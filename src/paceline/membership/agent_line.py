@@ -61,6 +61,7 @@ class AgentLine:
         self._term = 0
         self._running = set(host.running)  # ordered or started, and not known to the scheduler as ended
         self._owed: list[_Said] = []
+        self._said: dict[int, Ended] = {}  # by id; a scheduler that is killed may not have read it
         self._wishes: list[DrainHost | EndRun] = []  # told to each scheduler: the one before may not have heard them
         self._paused: tuple[int, ...] = ()
         self._closed = threading.Event()
@@ -76,6 +77,7 @@ class AgentLine:
         """A member's process runs."""
         with self._lock:
             self._running.add(id)
+            self._said.pop(id, None)
             self._say(Started(id, pid))
 
     def ended(self, id: int, code: int, error: str = "") -> None:
@@ -132,8 +134,11 @@ class AgentLine:
 
     def _say(self, message: _Said) -> None:
         """Now, or after what is owed once the line is there again."""
+        if isinstance(message, Ended):
+            self._said[message.id] = message  # first: a connection that is made meanwhile begins with it
         if self._owed or not self._tie.send(encode(message)):
             self._owed.append(message)
+            self._said.pop(message.id, None)
         elif isinstance(message, Ended):
             self._running.discard(message.id)
 
@@ -147,8 +152,9 @@ class AgentLine:
                         self._say(message)
 
     def _greet(self, channel: Channel) -> None:
-        running = tuple(sorted(self._running.copy()))
-        channel.send(encode(msgspec.structs.replace(self._host, running=running)))
+        said = tuple(self._said.copy().values())
+        running = tuple(sorted(self._running.copy() - {e.id for e in said}))
+        channel.send(encode(msgspec.structs.replace(self._host, running=running, ended=said)))
         for wish in self._wishes:
             channel.send(encode(wish))
 
@@ -163,6 +169,7 @@ class AgentLine:
         if isinstance(order, Start):
             with self._lock:
                 self._running.add(order.id)
+                self._said.pop(order.id, None)
         self.orders.put(order)
 
 

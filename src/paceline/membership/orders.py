@@ -122,6 +122,14 @@ class Noted(msgspec.Struct, frozen=True, tag="noted"):
     term: int
 
 
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A member's process has ended; a negative code is the signal that killed it."""
+
+    id: int
+    code: int
+    error: str = ""  # what it ended by, if that would come again
+
+
 class Host(msgspec.Struct, frozen=True, tag="host", kw_only=True):
     """An agent's first word on a line."""
 
@@ -129,6 +137,7 @@ class Host(msgspec.Struct, frozen=True, tag="host", kw_only=True):
     name: str
     slots: int
     running: tuple[int, ...] = ()  # ids
+    ended: tuple[Ended, ...] = ()  # how those did that ran: who was told of it may be gone, and had not read it
     agent: str = ""  # another one for each agent, so that two of one name are told apart
 
 
@@ -143,14 +152,6 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
     id: int
     pid: int
-
-
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """A member's process has ended; a negative code is the signal that killed it."""
-
-    id: int
-    code: int
-    error: str = ""  # what it ended by, if that would come again
 
 
 class DrainHost(msgspec.Struct, frozen=True, tag="drain_host"):

@@ -19,7 +19,7 @@ from paceline.core.view import Member
 from paceline.membership.books import FAILED, Books, Order, To
 from paceline.membership.forming import Forming
 from paceline.membership.messages import Refused
-from paceline.membership.orders import Come, Drain, Here, Noted, Over, Picture, Seen, Standing, Start, Stop
+from paceline.membership.orders import Come, Drain, Ended, Here, Noted, Over, Picture, Seen, Standing, Start, Stop
 from paceline.membership.quorum import Quorum
 from paceline.membership.seating import Seating
 from paceline.membership.seats import Rules, Seat, process_of
@@ -187,8 +187,17 @@ class Roster:
 
     # Agents
 
-    def host(self, name: str, slots: int, running: Sequence[int], now: float, agent: str = "") -> None:
-        """A host's agent has come, or come back; `agent`: which one, where there may be another of this name."""
+    def host(
+        self,
+        name: str,
+        slots: int,
+        running: Sequence[int],
+        now: float,
+        agent: str = "",
+        ended: Sequence[Ended] = (),
+    ) -> None:
+        """A host's agent has come, or come back; `agent`: which one, where there may be another of this name; `ended`:
+        how processes did that have ended since it came first."""
         books, run = self._books, self._books.run
         books.dirty = True
         host = books.hosts.came(name, slots, now, agent)
@@ -196,10 +205,13 @@ class Roster:
         if run.over is not None:
             books.say(name, Over(run.term, run.over))
             return
+        how = {e.id: e for e in ended}
         for id in [i for i in host.running if i not in running]:
             seat = books.seats[id]
             if seat.host == name and seat.state == "starting":
                 books.say(name, Start(run.term, id))
+            elif id in how:
+                self._take_end(name, how[id], now)
             else:
                 self._seating.ended(name, id, "ended while its agent could not say so", None, now)
         for id in running:
@@ -242,12 +254,15 @@ class Roster:
 
     def ended(self, name: str, id: int, code: int, now: float, error: str = "") -> None:
         """A member's process has ended; `error`: by what, if that would come again."""
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        self._seating.ended(name, id, how, code, now)
-        if id in self._books.seats and self._books.seats[id].host == name:
-            self._staff.ended(self._books.seats[id], code, error)
+        self._take_end(name, Ended(id, code, error), now)
         self._forming.settle(now)
         self.tick(now)
+
+    def _take_end(self, name: str, end: Ended, now: float) -> None:
+        how = f"was killed by signal {-end.code}" if end.code < 0 else f"ended with code {end.code}"
+        self._seating.ended(name, end.id, how, end.code, now)
+        if end.id in self._books.seats and self._books.seats[end.id].host == name:
+            self._staff.ended(self._books.seats[end.id], end.code, end.error)
 
     def drain_host(self, name: str, now: float) -> None:
         """A host must go: its members leave, and are started elsewhere if there is room."""

@@ -216,7 +216,9 @@ class Scheduler:
             line.agent = host.agent
             self._refuse_twin(host)
             self._apply(
-                lambda now: self._roster.host(host.name, host.slots, host.running, now, host.agent), host.name, line
+                lambda now: self._roster.host(host.name, host.slots, host.running, now, host.agent, host.ended),
+                host.name,
+                line,
             )
             try:
                 self._hear(host.name, line, self._from_agent)
