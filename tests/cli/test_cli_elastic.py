@@ -219,7 +219,7 @@ def test_a_run_whose_launcher_was_killed_is_not_asked():
         launcher.communicate()
     for words in (["scale", "x", "1"], ["stop", "x"]):
         done = paceline(*words)
-        assert (done.returncode, done.stderr.count("not running: its launcher was killed")) == (2, 1), done.stderr
+        assert (done.returncode, done.stderr.count(": its launcher was killed")) == (2, 1), done.stderr
     assert "scheduler" not in paceline("status", "x").stdout
 
 

@@ -179,7 +179,7 @@ def test_a_killed_server_without_a_checkpoint_ends_the_run_by_name() -> None:
     assert launcher.returncode == 137
     assert "server 0 (rank 2) was killed by signal 9" in told
     assert "it held a part of the parameters" in told
-    assert "resume from the last checkpoint with: paceline run" in told
+    assert "to go on from the last checkpoint, where there is one: paceline run" in told
     assert "smaller batch" not in told
     assert "was lost" not in told
 

@@ -396,6 +396,22 @@ def _made():
     return OnlyThereError("made")
 
 
+class Ending:
+    def __reduce__(self):
+        return _leave, ()
+
+
+def _leave():
+    if "PACELINE_RANK" not in os.environ:
+        sys.exit("somebody's word")
+    return Ending()
+
+
+def test_a_result_that_ends_who_makes_it():
+    with pytest.raises(MemberFailed, match=r"what member 0 of 1 returned, a.* Ending, .*: SystemExit: somebody's word"):
+        paceline.launch(Ending, workers=1)
+
+
 def test_a_result_that_cannot_be_made_here():
     """Neither what pickle says of it, nor where in us that was."""
     with pytest.raises(MemberFailed) as failed:

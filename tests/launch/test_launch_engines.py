@@ -53,7 +53,7 @@ def test_an_unknown_engine_is_named_with_the_nearest(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--on 'lokal' is not an engine: did you mean 'local'?" in done.stderr
     done = run("run", "-n", "2", "--on", "", "--dry-run", "train.py", cwd=tmp_path)  # "$ENGINE", which is not set
-    assert (done.returncode, "--on '' is not an engine: known: 'local', 'ssh'" in done.stderr) == (2, True)
+    assert (done.returncode, "--on '' is not an engine: known: 'kubernetes', 'local'" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,12 @@ def test_hosts_for_an_engine_that_takes_none(
         assert done.returncode == 2
         assert f"--hosts {hosts} with --on {engine}: " in done.stderr
         assert advice in done.stderr
+
+
+def test_a_command_of_the_users_does_not_go_with_mpirun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = run("run", "-n", "2", "--on", "mpi", "--hosts", "a", "--start-on", "rsh {host}", "train.py", cwd=tmp_path)
+    assert 'mpirun is told of hosts in its own words: --mpirun "mpirun --host a"' in done.stderr
 
 
 def test_a_command_of_the_users_goes_with_local(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
+from paceline.environment import this_host
 from paceline.launch import engines, record
 from paceline.launch.beforehand import shows_gpu
 from paceline.launch.engines import mpi, starter_job
@@ -153,6 +154,17 @@ def test_gpus_are_looked_for_where_the_members_will_be(tmp_path, has):
         return
     with pytest.raises(ConfigError, match="host far, where mpirun would start members, shows no GPU"):
         engine.check(spec)
+
+
+@pytest.mark.parametrize(("far", "said"), [(True, "this host has"), (False, "would start all members on this host")])
+def test_an_interface_that_leads_nowhere(far, said, tmp_path):
+    told = json.dumps(["far", "3.11.7", "2.13.0", "0.1.0", "far-1" if far else this_host(), True])
+    fake = tmp_path / "mpirun"
+    fake.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo '(Open MPI) 4.1.4' || echo 'paceline-rank {told}'\n")
+    fake.chmod(0o755)
+    engine = engines.make("mpi", {"mpirun": str(fake), "interface": "nothing0"})
+    with pytest.raises(ConfigError, match=f"--interface.*{said}"):
+        engine.check(JobSpec(script="train.py", cwd=str(tmp_path), settings=Settings()))
 
 
 @needs_mpirun

@@ -133,7 +133,7 @@ def test_ssh_is_not_installed(place: Place) -> None:
         (("-n", "2", "--hosts", "missing.txt"), "there is no such file"),
         (("-n", "2", "--hosts", "a:1,a:1"), "stands there twice"),
         (("-n", "2", "--hosts", "a:0,b:x"), "is not a host's name"),
-        (("-n", "2", "--hosts", "/dev/null"), "there is no such file"),
+        (("-n", "2", "--hosts", "/dev/null"), "can be read only once, or not at all: give a file, or a program"),
     ],
 )
 def test_options_that_do_not_fit(place: Place, options: tuple[str, ...], message: str) -> None:

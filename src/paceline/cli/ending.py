@@ -38,7 +38,7 @@ def failure(
         lines = [
             f"server {first.rank - workers} (rank {first.rank}) {was(first.how)}, after {first.seconds:.1f} s: it held "
             "a part of the parameters",
-            f"  resume from the last checkpoint with: {shlex.join(again)}",
+            f"  to go on from the last checkpoint, where there is one: {shlex.join(again)}",
         ]
     elif (hint := _HINTS.get(-first.code)) and not first.error:  # type: ignore[call-overload]
         lines.append(f"  ({hint})")

@@ -182,7 +182,7 @@ def _spec(given: Namespace, rest: list[str], engine: Engine) -> JobSpec:
         raise ConfigError(
             f"which {what}? paceline run -n {given.members} {'-m package.train' if module else 'train.py'}"
         )
-    if given.hosts and engine.no_hosts and not given.start_on:
+    if given.hosts and engine.no_hosts and (engine.stays or not given.start_on):
         hosts = given.hosts if listed.is_list(given.hosts) else "a:4,b:4"
         raise ConfigError(f"--hosts {given.hosts} with --on {given.on}: {engine.no_hosts.format(hosts=hosts)}")
     settings = settings_of(given)

@@ -135,6 +135,11 @@ def how_it_stands(known: Known) -> str:
     return f"{how} after {span(run.finished - run.started)}, {span(time.time() - run.finished)} ago"
 
 
+def why_over(known: Known) -> str:
+    """The same of one that is said to be not running."""
+    return how_it_stands(known).removeprefix("not running: ")
+
+
 def span(seconds: float) -> str:
     """
     >>> span(3.21), span(75), span(7300), span(400_000)

@@ -46,9 +46,10 @@ def _reach(known: runs.Known) -> reach.Reach:
     name, run = known.directory.name, known.run
     if run is None or not run.least:
         raise ConfigError(
-            f"run {name!r} has a fixed number of members: start it with -n MIN:MAX, and without servers, to scale it"
+            f"run {name!r} has a fixed number of members: start it with -n MIN:MAX, without servers and not by mpirun "
+            "or torchrun, to scale it"
         )
     where = reach.read(known.directory)
     if where is None or runs.launcher_gone(known):  # it leaves scheduler.json behind where it was killed
-        raise ConfigError(f"run {name!r} is not running: {runs.how_it_stands(known)}")
+        raise ConfigError(f"run {name!r} is not running: {runs.why_over(known)}")
     return where

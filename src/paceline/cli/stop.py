@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         print(engines.queue(queued).stop(queued))
         return 0
     else:
-        raise ConfigError(f"run {name!r} is not running here: {runs.how_it_stands(known)}")
+        raise ConfigError(f"run {name!r} is not running here: {runs.why_over(known)}")
     return _await_end(directory, given.limit_s)
 
 

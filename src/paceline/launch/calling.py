@@ -184,7 +184,7 @@ def _results(outcome: Outcome, job: LocalJob | ElasticJob, folder: Path, workers
     cause = MemberFailed(f"{who} failed ({log}):\n\n{parcels.about(folder / f'failure-{rank}')}", rank)
     try:
         error = parcels.read(folder / f"failure-{rank}")
-    except Exception:  # it can be made there, and not here
+    except (Exception, SystemExit):  # it can be made there, and not here
         error = None
     if error is None:  # its text says all
         raise cause
@@ -196,7 +196,7 @@ def _returned(file: Path, rank: int, workers: int) -> Any:
     kind = parcels.about(file)
     try:
         return parcels.read(file)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         at = loading.where(error)
         by = "" if at.startswith(parcels.__file__) else f" ({at})"
         text = (

@@ -36,7 +36,10 @@ def read(source: str, over: Callable[[], bool] = lambda: False) -> dict[str, Roo
     if is_list(source):
         return _named(source)
     if not os.path.isfile(source):
-        raise ConfigError(f"--hosts {source!r}: there is no such file")
+        there = (
+            "can be read only once, or not at all: give a file" if os.path.exists(source) else "there is no such file"
+        )
+        raise ConfigError(f"--hosts {source!r}: {there}, or a program that prints hosts")
     if os.access(path, os.X_OK):
         return parse(_printed(path, source, over), source)
     try:

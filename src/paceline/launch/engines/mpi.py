@@ -150,6 +150,10 @@ class Engine:
     def check(self, spec: JobSpec) -> None:
         _major(self.mpirun)
         ranks = _ask(self.mpirun, spec.size, spec.python)
+        if self.interface and all(rank[4] == this_host() for rank in ranks):
+            raise ConfigError("--interface: mpirun would start all members on this host; leave it out")
+        if self.interface:
+            preflight.interface_address(self.interface)
         mine = ranks[0]
         for other in ranks:
             for what, here, there in zip(("Python", "torch", "paceline"), mine[1:4], other[1:4]):
