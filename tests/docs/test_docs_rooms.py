@@ -1,4 +1,4 @@
-"""The page of rooms names every module where it is, and none that is not there; its order is the one that is enforced."""
+"""The page of rooms names every module where it is, and none that is not there, in the order that is enforced."""
 
 from __future__ import annotations
 
