@@ -20,6 +20,7 @@ from paceline.cli import run as run_command
 from paceline.cli.flags import size, whole
 from paceline.core.errors import ConfigError
 from paceline.launch import names
+from paceline.launch.typed import LAST_PORT
 
 PARSER = run_command._parser()
 TELL = "import json, sys; print('told', json.dumps(sys.argv[1:]))"
@@ -81,7 +82,7 @@ def values(option):
     if float in kinds:
         return st.floats(0.1, 1e9)
     if kinds == (int,):
-        return st.integers(1, 10**6)
+        return st.integers(1, LAST_PORT)
     if option.parse is str:
         return TEXT
     words = []

@@ -137,10 +137,12 @@ def test_those_who_came_before_and_after_all_state_was_lost_begin_together(sched
     agent = AgentLine(scheduler.address, TOKEN, Host(name="here", slots=2), LIMIT_S)
     old = [Someone(scheduler.address, id) for id in range(2)]
     together(*(one.begin for one in old))
+    old[1].die()
     agent.ended(1, -9)
     early = _again(scheduler, 1)
     early.team.meet()
     assert early.team.outside
+    old[0].die()
     agent.ended(0, -9)
     late = _again(scheduler, 0)
     assert late.line.standing.view is None
