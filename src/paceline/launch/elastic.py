@@ -151,8 +151,8 @@ class ElasticJob(RecordedJob):
                         self._crew.obey(Over(0, "" if self._crew.well else keeper.gave_up))
                     elif time.monotonic() - idle_since > idle_limit_s:
                         raise PacelineError(
-                            f"no member runs, and for {idle_limit_s:g} s the scheduler has neither started one nor ended "
-                            f"the run: see {self.dir / 'logs' / 'scheduler.log'}"
+                            f"no member runs, and for {idle_limit_s:g} s the scheduler has neither started one nor "
+                            f"ended the run: see {self.dir / 'logs' / 'scheduler.log'}"
                         )
                 self._settle(watch)
                 deadline = time.monotonic() + self._others_s
