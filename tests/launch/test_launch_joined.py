@@ -19,7 +19,7 @@ from test_launch_elastic import MEMBER, start  # noqa: F401
 
 from paceline.core.errors import ConfigError
 from paceline.core.settings import Settings
-from paceline.launch import posts, reach
+from paceline.launch import elastic, posts, reach
 from paceline.launch.kit import Kit, spec_of, work_of
 from paceline.launch.spec import Elastic, JobSpec
 from paceline.membership.agent_line import look
@@ -92,6 +92,16 @@ def test_a_host_joins_and_its_members_are_started_there(start, join):  # noqa: F
     assert code == 0, output
     assert output.count("done") == 2
     assert re.search(r"^paceline: joined the run at 127.0.0.1:\d+ with 2 slots; logs in ", output)
+
+
+def test_a_launcher_without_members_waits_for_a_host_as_long_as_the_scheduler(start, join, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(elastic, "_IDLE_S", 2.0)  # beyond the join limit
+    s = start(MEMBER, 1, 1, 1, slots=0, **LOCAL)
+    s.until(lambda: any(line.startswith("waiting for a host with free slots") for line in s.said))  # said after 3 s
+    agent = join(s, "b")
+    s.until(lambda: in_view(s, 0))
+    assert s.finish().code == 0
+    assert agent.end()[0] == 0
 
 
 @pytest.mark.slow

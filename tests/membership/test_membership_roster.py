@@ -401,6 +401,20 @@ def test_a_planned_view_that_breaks_takes_the_newcomers_out_again():
     assert sorted(formed(world)) == [0, 1, 2]
 
 
+def test_a_newcomer_that_waits_too_long_leaves_nobody_out_but_itself():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    world.kill(process(world, 2))
+    while world.last.number != 3:  # planned; the others are still in a step
+        world.now += 0.05
+        world.run(0.1)
+    world.do(lambda r: r.broken(2, 3, 0, world.now))
+    world.now += 3.0  # and nobody else has anything to say
+    world.do(lambda r: r.tick(world.now))
+    assert (world.last.number, ids(world.last)) == (4, [0, 1])
+    assert formed(world) == [0, 1, 2]
+
+
 def test_with_nobody_left_the_next_ones_begin_anew():
     world = World({"a": 2}, least=2, target=2, most=2)
     formed(world)

@@ -213,7 +213,7 @@ def test_whoever_is_lost_when_every_sample_counts_once(data: st.DataObject) -> N
     counted: list[int] = []
     names = iter(range(1000))
     present = [next(names) for _ in range(data.draw(st.integers(1, 4)))]
-    division = Division.among([(m, 0) for m in present], 1, [probe.state_dict()], [probe])
+    division = Division.among([(m, "its process") for m in present], 1, [probe.state_dict()], [probe])
     iterators = {}
 
     def deal(state: dict[str, object]) -> None:
@@ -236,14 +236,14 @@ def test_whoever_is_lost_when_every_sample_counts_once(data: st.DataObject) -> N
         late = data.draw(st.sampled_from([None, *present])) if len(present) > 1 and turn < 150 else None
         there = [m for m in present if m != late]
         for m in there:
-            division.count(division.seat((m, 0)), (members[m].drawn,))
+            division.count(division.seat((m, "its process")), (members[m].drawn,))
             counted += given_since[m]
             given_since[m] = []
         newcomer = turn < 150 and len(present) < 5 and data.draw(st.booleans())
         if newcomer or any(members[m].over for m in there):
             present = [*there, next(names)] if newcomer else there
             state = division.state(0, probe)
-            division = Division.among([(m, 0) for m in present], division.number + 1, [state], [probe])
+            division = Division.among([(m, "its process") for m in present], division.number + 1, [state], [probe])
             deal(state)
             if all(members[m].over for m in present):
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -451,6 +452,16 @@ def test_a_newcomer_is_in_the_group_before_its_state_is_there(three: Three) -> N
     together(*(lambda team=team: team.do(lambda group: group.barrier()) for team in trained))  # for which it waits
     assert not book.waits
     assert book.word == "after step 2"
+
+
+def test_who_comes_in_a_lost_ones_place_is_another_one_with_the_same_process_number(three: Three) -> None:
+    members, agent, scheduler = three
+    lost = members[2].team.me
+    newcomer = bring_back(members, agent, scheduler)
+    assert newcomer.team.view
+    told = [(member.id, member.local) for member in newcomer.team.view.members]
+    assert {member.pid for member in newcomer.team.view.members} == {os.getpid()}  # as in pods that start alike
+    assert told[2] == newcomer.team.me != lost
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

@@ -362,6 +362,22 @@ def test_a_flood_of_silent_connections_keeps_no_member_out() -> None:
         assert len(listener._newcomers) <= 8
 
 
+def test_a_listener_outlives_a_system_without_room_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, start = [3], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "paceline-newcomer" and left[0]:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with Listener(token=TOKEN) as listener:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        connect(listener.address, TOKEN, 20).close()
+        listener.accept(5).close()
+        assert not left[0]
+
+
 def test_replayed_proof_is_refused() -> None:
     with Listener(token=TOKEN) as listener, socket.create_server(("127.0.0.1", 0)) as tap:
         recorded = bytearray()

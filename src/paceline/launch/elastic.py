@@ -50,7 +50,7 @@ from paceline.membership.watch import Watch
 DRAIN_S = 10.0  # that members have to leave after SIGTERM
 _PARAMETERS = "scheduler-parameters.json"
 _HELD_S = 180.0  # for the lock of a launcher in a pod that is gone
-_IDLE_S = 60.0  # without a member: the scheduler should have started one, or ended the run
+_IDLE_S = 60.0  # without a member, beyond what hosts have to come: the scheduler should have ended the run
 
 
 class ElasticJob(RecordedJob):
@@ -136,7 +136,7 @@ class ElasticJob(RecordedJob):
 
     def _work(self) -> Outcome:
         keeper = self._keeper()
-        idle_since = time.monotonic()
+        idle_since, idle_limit_s = time.monotonic(), self.settings.join_limit_s + _IDLE_S
         try:
             with Watch() as watch:
                 while not self._crew.gone:
@@ -149,10 +149,10 @@ class ElasticJob(RecordedJob):
                         idle_since = time.monotonic()
                     elif keeper.gave_up:
                         self._crew.obey(Over(0, "" if self._crew.well else keeper.gave_up))
-                    elif time.monotonic() - idle_since > _IDLE_S:
+                    elif time.monotonic() - idle_since > idle_limit_s:
                         raise PacelineError(
-                            f"no member runs, and for {_IDLE_S:g} s the scheduler has neither started one nor ended "
-                            f"the run: see {self.dir / 'logs' / 'scheduler.log'}"
+                            f"no member runs, and for {idle_limit_s:g} s the scheduler has neither started one nor "
+                            f"ended the run: see {self.dir / 'logs' / 'scheduler.log'}"
                         )
                 self._settle(watch)
                 deadline = time.monotonic() + self._others_s

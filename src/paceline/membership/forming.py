@@ -52,7 +52,8 @@ class Forming:
         if run.home:  # they leave, and need no other view for that
             books.reports.clear()
             return
-        blamed = [b for b in books.reports.values() if b in base]
+        # A newcomer to a planned view knows only that it waited: the others may still be in the step before.
+        blamed = [b for by, b in books.reports.items() if by in base and b in base]
         suspects = {b for b in blamed if b not in books.reports}
         for b in blamed:
             run.blames[b] = run.blames.get(b, 0) + 1

@@ -163,7 +163,7 @@ class Apart:
         self._strategy.take_over(work, included=included)
         self._meter.step, self._meter.epoch, self.epoch_step = state["place"]
         self.closed, self._division = state["closed"], theirs
-        self._took = [(id, pid) for id, pid in state["took"]]
+        self._took = [(id, process) for id, process in state["took"]]
         if not stays:
             if self._learnt and not included:
                 self._world.tell(
@@ -350,7 +350,7 @@ class Apart:
     @property
     def _present(self) -> list[Seat]:
         assert self._team.view is not None
-        return [(member.id, member.pid) for member in self._team.view.members]
+        return [(member.id, member.local) for member in self._team.view.members]
 
     @property
     def _seat(self) -> int:

@@ -18,13 +18,13 @@ import msgspec
 from paceline.data import Loader
 from paceline.data.sampler import APART
 
-Seat = tuple[int, int]  # a member's number for life, and its process: another one may sit there later
+Seat = tuple[int, str]  # a member's number for life, and its process: another one may sit there later
 
 
 class Division(msgspec.Struct, kw_only=True):
     """One division.
 
-    >>> division = Division(number=1, seats=[(0, 70), (1, 71)], states=[{"history": [[3, 4, 2]]}], drawn=[[0, 0]])
+    >>> division = Division(number=1, seats=[(0, "a"), (1, "b")], states=[{"history": [[3, 4, 2]]}], drawn=[[0, 0]])
     >>> division.count(1, (5,))
     >>> division.history(0, batch_size=4)
     [[3, 4, 2], [2, 4, -1, 0, 5]]
@@ -82,5 +82,5 @@ class Division(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Division:
-        seats = [(id, pid) for id, pid in plain["seats"]]
+        seats = [(id, process) for id, process in plain["seats"]]
         return cls(number=plain["number"], seats=seats, states=plain["states"], drawn=plain["drawn"])

@@ -18,7 +18,6 @@ members than the least, nobody begins a step.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -103,9 +102,9 @@ class Team:
         return self.view.members[rank].id if self.view else rank
 
     @property
-    def me(self) -> tuple[int, int]:
+    def me(self) -> tuple[int, str]:
         """This member's number for life, and its process."""
-        return self.own, os.getpid()
+        return self.own, self._wires.name
 
     @property
     def expected(self) -> tuple[int, int]:
@@ -365,7 +364,7 @@ class Team:
             self._status.set("left out of the view: asking to be taken in again")
 
     def _is_me(self, member: Member) -> bool:
-        return member.id == self.own and member.pid == os.getpid()
+        return (member.id, member.local) == self.me
 
     def _go_if_drained(self) -> None:
         if self._line.drained:

@@ -302,7 +302,13 @@ class Listener:
                     oldest = next(iter(self._newcomers))
                     del self._newcomers[oldest]
                     _hang_up(oldest)
-            threading.Thread(target=self._prove, args=(sock,), name="paceline-newcomer", daemon=True).start()
+            try:
+                threading.Thread(target=self._prove, args=(sock,), name="paceline-newcomer", daemon=True).start()
+            except RuntimeError:  # no room for a thread now: who is hung up on tries again
+                with self._lock:
+                    self._newcomers.pop(sock, None)
+                sock.close()
+                time.sleep(0.01)
 
     def _prove(self, sock: socket.socket) -> None:
         deadline = time.monotonic() + self._auth_limit_s

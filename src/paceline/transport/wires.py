@@ -32,6 +32,11 @@ class Wires:
         self._desk: Callable[[Channel], None] | None = None
         self._newest = 0  # number of the newest view that was heard of
 
+    @property
+    def name(self) -> str:
+        """Tells this process from all others; process numbers repeat, as in pods that all start alike."""
+        return self._door.name
+
     def describe(self, rank: int, host: str, labels: tuple[str, ...] = ()) -> Member:
         """This member as the others will see it."""
         return Member(
