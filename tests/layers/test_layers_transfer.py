@@ -341,6 +341,9 @@ def test_garbage_and_directories_are_told_of(tmp_path: Path) -> None:
         (tmp_path / "a").write_bytes(garbage)
         with pytest.raises(ConfigError, match=r"is neither safetensors nor a state dict of torch|is refused"):
             load(nn.Linear(2, 2), tmp_path / "a")
+    (tmp_path / "a").write_bytes(b"these are words")
+    with pytest.raises(ConfigError, match="is neither safetensors nor a state dict of torch"):
+        load(nn.Linear(2, 2), tmp_path / "a")
     with pytest.raises(ConfigError, match="is a directory: name a file in it"):
         save(nn.Linear(2, 2), tmp_path)
 
