@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 # Tests of engines and of others' models skip what is not there; Ray and transformers come from pip, the other engines
-# from the system (see CONTRIBUTING.md).
+# from the system (see CONTRIBUTING.md), timm and torchvision by hand: torchvision must be built for the torch that is here.
 $(ENGINES): $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ray,outside]' && touch $@ || \
 	  echo "Ray and transformers cannot be installed here: their tests are skipped"

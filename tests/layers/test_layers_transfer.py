@@ -17,7 +17,7 @@ from torch import nn
 
 import paceline
 from paceline.core.errors import ConfigError
-from paceline.layers.transfer import freeze, gradual, groups, head, load, save, unfreeze
+from paceline.layers.transfer import features, freeze, gradual, groups, head, load, lora, save, suggest, unfreeze
 from paceline.layers.transfer.depth import layers
 from paceline.strategies import AllReduce, Strategy, Sync, World
 from paceline.testing.together import together
@@ -118,6 +118,70 @@ def test_layers_are_a_row() -> None:
     assert [layer.name for layer in layers(Net())] == [
         *("", "stem.0", "stem.1", "blocks.0.0", "blocks.1.0", "blocks.2.0", "head")
     ]
+
+
+class Residual(nn.Module):
+    """A block with a single child, as those of MobileNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.inner(x)
+        return out
+
+
+class Trunk(nn.Module):
+    """A backbone as in torchvision: positions of its own, and blocks in a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.stages = nn.Sequential(nn.Sequential(Residual(), Residual()), nn.Sequential(Residual()))
+        self.norm = nn.LayerNorm(4)
+        self.positions = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.stages(self.stem(x + self.positions)))
+        return out
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = Trunk(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.trunk(x))
+        return out
+
+
+BLOCKS = ["trunk.stem", "trunk.stages.0.0", "trunk.stages.0.1", "trunk.stages.1.0", "trunk.norm"]
+
+
+def test_blocks_of_a_wrapped_backbone_are_layers() -> None:
+    model = Wrapped()
+    row = layers(model)
+    assert [layer.name for layer in row] == ["trunk", *BLOCKS, "head"]
+    assert row[0].parameters == (model.trunk.positions,)
+    freeze(model, "trunk")
+    stages = [patterns for _, (patterns,) in gradual(model).stages]
+    assert stages == [*reversed(BLOCKS), "trunk.positions"]
+    lora(model, "trunk.stages", rank=2)
+    assert [layer.name for layer in layers(model)] == ["trunk", *BLOCKS, "head"]
+
+
+def test_what_is_suggested_to_freeze_ends_at_the_cut(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Wrapped(), torch.randn(60, 4)
+    data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+    told = suggest(model, data)
+    assert [probe.cut for probe in told.probes] == BLOCKS
+    assert told.freeze == ("trunk.positions", *BLOCKS[: 1 + BLOCKS.index(told.cut)])
+    freeze(model, *told.freeze)
+    assert ("trunk.norm.weight" in trained(model)) == (told.cut != "trunk.norm")
+    assert len(features(model, told.cut, data, tmp_path)) == 60
 
 
 @CHEAP
@@ -277,6 +341,9 @@ def test_garbage_and_directories_are_told_of(tmp_path: Path) -> None:
         (tmp_path / "a").write_bytes(garbage)
         with pytest.raises(ConfigError, match=r"is neither safetensors nor a state dict of torch|is refused"):
             load(nn.Linear(2, 2), tmp_path / "a")
+    (tmp_path / "a").write_bytes(b"these are words")
+    with pytest.raises(ConfigError, match="is neither safetensors nor a state dict of torch"):
+        load(nn.Linear(2, 2), tmp_path / "a")
     with pytest.raises(ConfigError, match="is a directory: name a file in it"):
         save(nn.Linear(2, 2), tmp_path)
 

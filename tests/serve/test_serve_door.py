@@ -7,7 +7,19 @@ import os
 import resource
 import socket
 
+import pytest
+
+from paceline.cli.serve import _listen
+from paceline.core.errors import ConfigError
 from paceline.serve.door import Door, room
+
+
+def test_two_servers_that_start_at_once_do_not_get_one_port() -> None:
+    with (
+        _listen("127.0.0.1", 0) as first,
+        pytest.raises(ConfigError, match="Address already in use; choose others, 0: any port"),
+    ):
+        _listen("127.0.0.1", first.getsockname()[1])
 
 
 def test_without_descriptors_it_rests_and_goes_on() -> None:

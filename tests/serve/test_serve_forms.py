@@ -182,3 +182,12 @@ def test_outputs_must_count_items() -> None:
 
     with pytest.raises(ConfigError, match="first dimension counts items"):
         Engine(Mean(), FIELDS, Swapped(net()), 4).warm()
+
+
+def test_outputs_must_be_of_types_that_answers_hold() -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.rfft(x)
+
+    with pytest.raises(ConfigError, match="the model makes 'outputs' with elements of complex64"):
+        Engine(Spectrum(), FIELDS, Swapped(net()), 4).warm()

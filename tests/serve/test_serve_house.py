@@ -146,6 +146,8 @@ def test_slow_requests_under_way_are_finished_and_late_ones_are_told(tmp_path: P
         last = threading.Thread(target=lambda: found.append(served.predict(X)[0]))
         last.start()
         until(lambda: found or served.metric("connections") >= 2)
+        served.process.send_signal(signal.SIGTERM)  # twice, as one sends it who tells a process and its group
+        time.sleep(0.01)
         assert served.stop() == 0
         first.join(60)
         last.join(60)

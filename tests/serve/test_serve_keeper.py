@@ -203,6 +203,19 @@ def test_a_lost_source_is_looked_for_and_said(tmp_path: Path, monkeypatch: pytes
         assert keeper.state().source == "run digits is over (finished): serving goes on with version 2"
 
 
+def test_a_source_that_was_never_there_is_said(tmp_path: Path) -> None:
+    fed, shelf, said = Fed(), Shelf(tmp_path), list[str]()
+    fed.lost = Interrupted("no such file")
+    with kept(tmp_path, fed, say=said.append) as keeper:
+        until(lambda: keeper.state().lost)
+        told = "run digits cannot be reached (no such file): there is nothing to serve yet"
+        assert keeper.state().source == told
+        assert said == ["run digits cannot be reached (no such file): it is looked for"]
+        fed.lost = None
+        fed.feed(whole(1, 1.0))
+        until(lambda: shelf.current() == 1)
+
+
 def test_orders(tmp_path: Path) -> None:
     fed, shelf = Fed(), Shelf(tmp_path)
     with kept(tmp_path, fed) as keeper:

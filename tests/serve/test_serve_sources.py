@@ -61,6 +61,13 @@ def test_a_file_that_is_replaced_gives_what_changed(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), path)
     with pytest.raises(Unfit, match="opening it could run code"):
         source.newest(0.0)
+    for garbage in (b"these are words", b"\x80\x02R", b"PK"):
+        path.write_bytes(garbage)
+        with pytest.raises(Unfit, match=r"is neither safetensors nor a state dict of torch|could run code"):
+            source.newest(0.0)
+    path.write_bytes(b"these are others")
+    with pytest.raises(Unfit, match="is neither safetensors nor a state dict of torch"):
+        source.newest(0.0)
     path.unlink()
     with pytest.raises(Interrupted):
         source.newest(0.0)
@@ -140,7 +147,9 @@ def test_a_checkpoint_that_is_copied_slowly_is_taken_when_it_is_whole(tmp_path: 
 
 
 def test_a_run_of_which_nothing_can_be_had_yet_says_so(tmp_path: Path) -> None:
-    (tmp_path / "x" / "status").mkdir(parents=True)
+    """Its launcher has begun, its members have not."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "run.json").touch()
     keeper = Keeper(Shelf(tmp_path / "shelf"), make_source("x", root=tmp_path), model=make_model())
     with keeping(keeper):
         assert keeper.state().source == "waits for run x: it has no servers and no checkpoint yet"

@@ -27,7 +27,7 @@ _MOST_REPLICAS = 4  # by default: each has a model of its own in memory
 _TOKEN = "PACELINE_SERVE_TOKEN"
 _EPILOG = """\
 examples:
-  paceline serve big --model train.py:make_model                    the newest checkpoint of the run runs/big
+  paceline serve big --model train.py:make_model                    the newest version of the run runs/big
   paceline serve weights.safetensors --model package.net:Net --input 1x28x28
   curl -H 'Content-Type: application/json' -d '{"inputs": [[0.1, 0.2]]}' http://127.0.0.1:8000/predict
 
@@ -284,6 +284,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # two that only bind the same port both may
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(

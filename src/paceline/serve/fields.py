@@ -68,6 +68,7 @@ def inputs_of(
                 f"{where}: {EXAMPLE}() must return the model's arguments for a batch, tensors whose first dimension "
                 f"counts items; it returned a {type(tensor).__name__}"
             )
+        _refuse_unknown(f"{where}: {EXAMPLE}() returned", tensor.dtype)
     return [Field(n, tuple(t.shape[1:]), t.dtype) for n, t in zip(_names(model, len(tensors)), tensors)]
 
 
@@ -81,7 +82,14 @@ def outputs_of(result: Any, items: int) -> list[Field]:
                 f"of {items} items the model makes {name!r} with {what}: it must return tensors, or a tuple or dict of "
                 "them, whose first dimension counts items"
             )
+        _refuse_unknown(f"the model makes {name!r}", value.dtype)
     return [Field(name, tuple(value.shape[1:]), value.dtype) for name, value in named.items()]
+
+
+def _refuse_unknown(what: str, dtype: torch.dtype) -> None:
+    """Here already: an answer that cannot be written would never be sent."""
+    if (name := str(dtype).removeprefix("torch.")) not in TYPES:
+        raise ConfigError(f"{what} with elements of {name}, which bodies do not hold: they hold {', '.join(TYPES)}")
 
 
 def zeros(fields: Sequence[Field], items: int, device: torch.device) -> list[torch.Tensor]:

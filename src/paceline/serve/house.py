@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import os
 import socket
 import subprocess
@@ -47,6 +48,7 @@ _TELL_S = 1.0  # how long counts of a replica are waited for
 _WATCH_S = 1.0
 _SILENT_S = 30.0  # a replica that does not answer for so long is stuck
 _SLACK_S = 5.0
+_TWICE_S = 0.5  # a signal to a process and to its group, as `timeout` sends it, comes twice
 _FIRST_S = 3.0  # in which a version that is there is taken, or refused
 _FULL = Refused(503, "no replica can take another connection now", retry_after_s=1)
 
@@ -93,6 +95,7 @@ class House:
         self._numbers = itertools.count(1)
         self._told: dict[int, asyncio.Future[Counts]] = {}
         self._ending = asyncio.Event()
+        self._ended_at = -math.inf
         self._why = ""  # why nothing can be served
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -112,10 +115,13 @@ class House:
 
     def end(self) -> None:
         """When the requests under way are answered; asked again, at once."""
-        if self._ending.is_set():
+        now = time.monotonic()
+        if self._ending.is_set() and now - self._ended_at > _TWICE_S:
             self._say("ends at once")
             self._kill()
-        self._ending.set()
+        elif not self._ending.is_set():
+            self._ended_at = now
+            self._ending.set()
 
     def _kill(self) -> None:
         for seat in self._seats:

@@ -234,6 +234,8 @@ class Keeper:
     def _health(self, serving: int) -> str:
         what, now = self._source.what, time.time()
         goes_on = f"serving goes on with version {serving}" if serving else "there is nothing to serve yet"
+        if self._lost_since and not serving:
+            return f"{what} cannot be reached ({self._why}): {goes_on}"
         if self._lost_since:
             since = time.strftime("%H:%M:%S", time.localtime(self._lost_since))
             return f"{what} is gone since {since} ({self._why}): {goes_on}"
@@ -283,7 +285,9 @@ class Keeper:
             with self._changed:
                 if not self._lost_since:
                     self._lost_since = time.time()
-                    self._say(f"{self._source.what} is gone ({error}): it is looked for, and serving goes on")
+                    serving = self._shelf.current()
+                    how, goes_on = ("is gone", ", and serving goes on") if serving else ("cannot be reached", "")
+                    self._say(f"{self._source.what} {how} ({error}): it is looked for{goes_on}")
                 self._why = str(error)
                 self._changed.wait(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, _LATER_S)

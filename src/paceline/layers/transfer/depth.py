@@ -1,14 +1,16 @@
 """How deep a parameter lies: the layers of a model in a row, parameter groups by depth, thawing from the top.
 
 The row is read off the tree of modules: the children of the model in their order, where a Sequential, a ModuleList, a
-module that does nothing but wrap another one, or one with a ModuleList somewhere in it is replaced by its own children.
-Anything else is one layer, however much is in it, and so is an element of a ModuleList. Parameters of the model itself,
-such as a class token, count as the first layer.
+module that does nothing but wrap another one, or one with a stack of blocks somewhere in it is replaced by its own
+children. A stack is a ModuleList, or a Sequential with several blocks of one class, such as the residual blocks of
+torchvision and timm. Anything else is one layer, however much is in it, and so is a block, unless a Sequential of
+blocks is in it. Parameters that a module has beside its children, such as a class token, count as a layer before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,14 @@ from paceline.layers.transfer.names import listed, meant
 
 
 class Layer(NamedTuple):
-    name: str  # "" for what the model itself has
+    name: str  # of a module; "" for the model
     parameters: tuple[nn.Parameter, ...]
+    own: tuple[str, ...] = ()  # their names, where they are what the module has beside its children
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """What means these parameters."""
+        return self.own or (self.name,)
 
 
 def layers(model: nn.Module) -> list[Layer]:
@@ -33,11 +41,11 @@ def layers(model: nn.Module) -> list[Layer]:
     """
     seen: set[int] = set()
     found = []
-    for name, parameters in _row("", model, root=True):
-        new = tuple(p for p in parameters if id(p) not in seen)  # a tied one belongs to the first that has it
+    for layer in _row("", model, _blocks(model), root=True):
+        new = tuple(p for p in layer.parameters if id(p) not in seen)  # a tied one belongs to the first that has it
         seen |= {id(p) for p in new}
         if new:
-            found.append(Layer(name, new))
+            found.append(layer._replace(parameters=new))
     return found
 
 
@@ -111,7 +119,7 @@ def gradual(model: nn.Module, *stages: str | Sequence[str], start: int = 1, ever
         raise ConfigError(f"start={start}, every={every}: epochs count from 0, and a stage takes at least one")
     given = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in stages]
     if not given:
-        given = [_patterns(model, layer) for layer in reversed(layers(model)) if _frozen(layer)]
+        given = [layer.patterns for layer in reversed(layers(model)) if _frozen(layer)]
     if not given:
         raise ConfigError("nothing is frozen, so there is nothing to thaw: freeze first, or name the stages")
     for patterns in given:
@@ -124,27 +132,51 @@ def _frozen(layer: Layer) -> bool:
     return not all(p.requires_grad for p in layer.parameters)
 
 
-def _patterns(model: nn.Module, layer: Layer) -> tuple[str, ...]:
-    return (layer.name,) if layer.name else tuple(name for name, _ in model.named_parameters(recurse=False))
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def _row(
-    name: str, module: nn.Module, *, root: bool = False, listed: bool = False
-) -> Iterator[tuple[str, list[nn.Parameter]]]:
-    """`listed`: it is an element of a list of layers, or lies in one, and is not looked into for other lists."""
-    own = list(module.parameters(recurse=False))
-    children = [(n, child) for n, child in module.named_children() if any(True for _ in child.parameters())]
-    opened = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or (len(children) == 1 and not own)
-    opened = opened or (not listed and any(_is_list(inner) for inner in module.modules()))
-    if children and (root or opened):
+    name: str, module: nn.Module, blocks: Set[type], *, root: bool = False, listed: bool = False
+) -> Iterator[Layer]:
+    """`listed`: it is an element of a ModuleList, or lies in one, and is not looked into for other stacks."""
+    own = {f"{name}.{n}" if name else n: p for n, p in module.named_parameters(recurse=False)}
+    children = [(n, child) for n, child in module.named_children() if _has_parameters(child)]
+    opened = root or isinstance(module, _LISTS)
+    opened = opened or (len(children) == 1 and not own and type(module) not in blocks)
+    opened = opened or (not listed and any(_is_stack(inner) for inner in module.modules()))
+    if children and opened:
         if own:
-            yield name, own
+            yield Layer(name, tuple(own.values()), tuple(own))
         for child_name, child in children:
             inside = listed or isinstance(module, nn.ModuleList)
-            yield from _row(f"{name}.{child_name}" if name else child_name, child, listed=inside)
+            yield from _row(f"{name}.{child_name}" if name else child_name, child, blocks, listed=inside)
     else:
-        yield name, list(module.parameters())
+        yield Layer(name, tuple(module.parameters()))
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList) and len(module) > 1 and any(True for _ in module.parameters())
+def _is_stack(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return len(module) > 1 and _has_parameters(module)
+    return isinstance(module, nn.Sequential) and bool(_repeated(module))
+
+
+def _blocks(model: nn.Module) -> Set[type]:
+    """The classes of which several stand in one Sequential: such a one is a block, also where it stands alone."""
+    return {kind for module in model.modules() if isinstance(module, nn.Sequential) for kind in _repeated(module)}
+
+
+def _repeated(row: nn.Sequential) -> list[type]:
+    return [
+        kind for kind, count in Counter(type(child) for child in row if _is_made_of_others(child)).items() if count > 1
+    ]
+
+
+def _is_made_of_others(module: nn.Module) -> bool:
+    """Not a layer, nor one with something of its own around it, as an adapter is."""
+    parts = sum(map(_has_parameters, module.children()))
+    own = any(True for _ in module.parameters(recurse=False))
+    return not isinstance(module, _LISTS) and (parts > 1 or (parts == 1 and not own))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())

@@ -25,6 +25,8 @@ from paceline.layers.transfer.freezing import is_held
 from paceline.layers.transfer.names import meant, near
 
 TRAINABLE = "trainable"
+_PICKLED = (b"PK", b"\x80")  # how what torch.save writes begins, now and before 1.6
+_UNSAFE = "WeightsUnpickler error:"  # what torch says behind it is the reason
 _WRAPPED = ("state_dict", "model_state_dict", "model")  # where scripts put the weights among other things
 _CHECKPOINT = ("shared.safetensors", "frozen.safetensors")  # the second where something is frozen
 _MODEL = "model.0."
@@ -167,9 +169,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        if not start.startswith(_PICKLED):
+            raise ConfigError(f"{path} is neither safetensors nor a state dict of torch") from None
+        told = next((line for line in str(error).splitlines() if _UNSAFE in line), "").partition(_UNSAFE)[2].strip()
         raise ConfigError(
             f"{path} is refused: it holds more than tensors, and opening it could run code. Where you trust it, "
-            f"load it yourself and write the weights with safetensors.torch.save_file ({str(error).splitlines()[0]})"
+            f"load it yourself and write the weights with safetensors.torch.save_file" + (f" ({told})" if told else "")
         ) from None
     except Exception as error:  # garbage may raise anything in the unpickler
         raise ConfigError(f"{path} is neither safetensors nor a state dict of torch: {error}") from None

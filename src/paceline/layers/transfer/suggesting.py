@@ -48,7 +48,10 @@ def suggest(model: nn.Module, data: Dataset[Any], *, batch_size: int = 256, seed
     Args:
         data: samples with labels, of the new task: some hundred are enough.
     """
-    row = [layer.name for layer in layers(model) if layer.name]
+    all_layers = layers(model)
+    row = [
+        layer.name for layer in all_layers if not layer.own
+    ]  # what a module has beside its children gives nothing on
     if len(row) < 2:
         raise ConfigError("the model has a single layer with parameters: there is nowhere to cut")
     modules = {name: named(model, name) for name in row}
@@ -81,7 +84,8 @@ def suggest(model: nn.Module, data: Dataset[Any], *, batch_size: int = 256, seed
     probes = tuple(Probe(name, float(each.mean())) for name, each in right.items())
     best = max(right.values(), key=lambda each: float(each.mean()))
     chosen = [name for name, each in right.items() if _no_worse(best - each)][-1]
-    return Suggestion(probes, chosen, tuple(row[: row.index(chosen) + 1]))
+    frozen = all_layers[: [layer.name for layer in all_layers].index(chosen) + 1]
+    return Suggestion(probes, chosen, tuple(pattern for layer in frozen for pattern in layer.patterns))
 
 
 def _flat(out: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from paceline.serve.sources.run import RunSource
 from paceline.serve.sources.source import Source, Update
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin")
+_PARTS = ("run.json", "status", "checkpoints")  # one of them makes a directory a run's; the first is there at once
 
 
 def make_source(where: str, *, root: Path = Path("runs"), token: str = "", model: int = 0, codec: str = "") -> Source:
@@ -29,11 +30,11 @@ def make_source(where: str, *, root: Path = Path("runs"), token: str = "", model
             return FileSource(path)
         if (path / "manifest.json").is_file():
             return CheckpointSource(path, model=model, fixed=True)
-        if (path / "status").is_dir() or (path / "checkpoints").is_dir():
+        if any((path / part).exists() for part in _PARTS):
             return RunSource(path, model=model, codec=codec)
         if path.is_dir() and newest_first(path):
             return CheckpointSource(path, model=model)
-    names = sorted({path.parent.name for kind in ("status", "checkpoints") for path in root.glob(f"*/{kind}")})
+    names = sorted({path.parent.name for part in _PARTS for path in root.glob(f"*/{part}")})
     near = f": {nearest(where, names)}" if names else f"; there is no run in {str(root)!r}"
     raise ConfigError(f"{where!r} is no run, checkpoint or file of weights{near}")
 

@@ -23,6 +23,7 @@ from paceline.serve.places import Unfit
 from paceline.serve.sources.source import Update, changed
 
 _LOOK_S = 0.1
+_PICKLED = (b"PK", b"\x80")  # how what torch.save writes begins, now and before 1.6
 _WRAPPED = ("state_dict", "model_state_dict", "model")  # where scripts put the weights among other things
 
 
@@ -77,10 +78,12 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except safetensors.SafetensorError as error:
         raise Unfit(f"{path} is not a whole safetensors file: {error}") from None
-    except pickle.UnpicklingError:
+    except Exception as error:  # garbage may raise anything in the unpickler
+        if not isinstance(error, pickle.UnpicklingError):
+            raise Unfit(f"{path} is neither safetensors nor a state dict of torch: {error}") from None
+        if not data.startswith(_PICKLED):
+            raise Unfit(f"{path} is neither safetensors nor a state dict of torch") from None
         raise Unfit(f"{path} holds more than tensors, and opening it could run code: save model.state_dict()") from None
-    except (RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
-        raise Unfit(f"{path} is neither safetensors nor a state dict of torch: {error}") from None
     return _state(state, path)
 
 
