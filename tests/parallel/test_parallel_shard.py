@@ -22,7 +22,7 @@ OPTIMIZERS = {
 }
 run = paceline.join(progress="off", checkpoint_keep=0)
 torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(83, 10), torch.randint(7, (83,)))
+data = torch.utils.data.TensorDataset(torch.randn(99, 10), torch.randint(7, (99,)))
 loader = run.loader(data, batch_size=8)
 made = nn.Sequential(nn.Linear(10, 133), nn.BatchNorm1d(133), nn.ReLU(), nn.Linear(133, 101), nn.Linear(101, 7)).eval()
 sides = []
@@ -47,6 +47,7 @@ for epoch in run.epochs(3):
             torch.testing.assert_close(norms[0].full_tensor(), norms[1])
             optimizer.step()
             other.step()
+assert run.step >= 10
 for name, part, optimizer, whole, other in sides:
     pairs = zip(part.parameters(), whole.parameters())
     apart = max(float((p.full_tensor() - q).detach().abs().max()) for p, q in pairs)
@@ -186,6 +187,38 @@ def test_passes_that_are_added_up_are_one_step(tmp_path: Path) -> None:
         ended.append(saved(tmp_path)[0])
     for name, value in ended[0].items():
         torch.testing.assert_close(value, ended[1][name], rtol=1e-4, atol=2e-6)
+
+
+TIED = """
+import copy, torch, paceline
+from torch import nn
+from torch.nn import functional as F
+
+run = paceline.join(progress="off", checkpoint_keep=0)
+torch.manual_seed(0)
+shared = nn.Linear(64, 64)
+made = nn.Sequential(nn.Embedding(200, 64), shared, nn.Linear(64, 160), nn.ReLU(), nn.Linear(160, 64), shared,
+                     nn.Linear(64, 200, bias=False))
+made[6].weight = made[0].weight
+whole, model = copy.deepcopy(made), run.model(made)
+assert model[6].weight is model[0].weight
+sides = [(whole, torch.optim.SGD(whole.parameters(), lr=0.5))]
+sides.append((model, run.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)))
+x, y = torch.randint(200, (16,)), torch.randint(200, (16,))
+for step in range(4):
+    for side, optimizer in sides:
+        optimizer.zero_grad()
+        F.cross_entropy(side(x), y).backward()
+        optimizer.step()
+for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+    torch.testing.assert_close(p.full_tensor(), q)
+print("TIED", flush=True)
+"""
+
+
+def test_layers_that_share_tensors_keep_sharing_them(tmp_path: Path) -> None:
+    done = run(tmp_path, TIED, "-n", "2", "--mesh", "shard=2")
+    assert done.stdout.count("TIED") == 2, done.stderr
 
 
 def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:

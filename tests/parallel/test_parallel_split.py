@@ -244,6 +244,7 @@ REFUSED = [
     ("GPT(heads=3)", "split=2: h.0.attn.c_attn has 3 heads, which 2 members cannot share evenly"),
     ("GPT(tied=True), split={'wte': 'vocabulary'}", "lm_head.weight and wte.weight are one tensor: name both"),
     ("nn.Linear(3, 3)", "no layers were found that are known to split"),
+    ("nn.Sequential(nn.Conv2d(3, 3, 3), nn.Linear(3, 3))", "--mesh shard=N goes with any layers"),
     ("GPT(), split={'h.0.mlp': 2}", "split={'h.0.mlp': 2}: members of the split are 0 to 1"),
     ("GPT(), split={'h.0': 'branch', 'h.*.c_attn': 'qkv'}", "is within 'h.0', which is a branch"),
     ("GPT(), split={'h.*': 'branch'}, recompute=True", "goes with neither shard=N nor recompute=True"),

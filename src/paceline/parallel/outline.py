@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.parallel.filled import Writes, check_filled
 from paceline.parallel.layers import recompute_layers
 from paceline.parallel.pieces import fill
 
@@ -19,13 +20,20 @@ OFFLOADS = ("none", "parameters")
 
 
 def check_offload(offload: str, device: torch.device, size: int, *, cuts: bool) -> None:
+    if offload == "optimizer":
+        raise ConfigError(
+            "run.model(offload='optimizer'): the optimizer's state alone is offloaded by --strategy "
+            "'zero(offload=\"optimizer\")'; here known: 'none', 'parameters'"
+        )
     if offload not in OFFLOADS:
         raise ConfigError(f"run.model(offload={offload!r}): {nearest(offload, OFFLOADS)}")
+    if offload != "none" and size == 1 and device.type == "cpu":
+        raise ConfigError(
+            f"run.model(offload={offload!r}): on one member without a GPU the model is in host memory; leave it out"
+        )
     if offload != "none" and not cuts:
         which = "shard=1, which cuts into one part" if size == 1 else f"shard={size}"
         raise ConfigError(f"run.model(offload={offload!r}): parts lie in host memory where there are: --mesh {which}")
-    if offload != "none" and size == 1 and device.type == "cpu":
-        raise ConfigError(f"run.model(offload={offload!r}): on one member without a GPU the model is in host memory")
 
 
 def whole_model(
@@ -46,11 +54,12 @@ def outline(make: Callable[[], nn.Module]) -> nn.Module:
     """A model without memory."""
     if not callable(make):
         raise ConfigError(f"run.model: a model is wanted, or a function that makes one; not a {type(make).__name__}")
-    with torch.device("meta"):
+    with torch.device("meta"), Writes() as writes:
         model = make()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"run.model(function): it returned a {type(model).__name__}, not an nn.Module")
     _check_initialisers(model)
+    check_filled(model, writes)
     return model
 
 

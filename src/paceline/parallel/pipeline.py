@@ -277,6 +277,7 @@ class Pipeline:
         except TypeError as error:
             raise ConfigError(
                 f"a model in stages takes what its forward needs ({', '.join(self._names)}), and nothing else: {error}"
+                ". Inputs with a default keep it: take it away from those that are wanted, as in forward(self, x, mask)"
             ) from None
 
     @contextlib.contextmanager

@@ -88,7 +88,8 @@ def by_itself(model: nn.Module) -> dict[str, str | int]:
     if not found:
         raise ConfigError(
             "--mesh split=N: no layers were found that are known to split (attention, pairs of linear layers): say "
-            'which, as in run.model(model, split={"*.up": "column", "*.down": "row"})'
+            'which, as in run.model(model, split={"*.up": "column", "*.down": "row"}), or cut another way: --mesh '
+            "shard=N goes with any layers"
         )
     return found
 

@@ -63,7 +63,10 @@ class Zero:
         if stage not in (1, 2) or isinstance(stage, bool):
             raise ConfigError(f"zero(stage={stage!r}): 1 cuts the optimizer's state, 2 the gradients too")
         if offload not in OFFLOADS:
-            raise ConfigError(f"zero(offload={offload!r}): allowed are {' and '.join(OFFLOADS)}")
+            raise ConfigError(
+                f"zero(offload={offload!r}): allowed are {' and '.join(OFFLOADS)}; parameters are offloaded by "
+                "--mesh shard=N and run.model(model, offload='parameters')"
+            )
         self.stage = stage
         self.offload = offload
         self._sums = AllReduce(bucket_mb, codec)
