@@ -158,7 +158,7 @@ class AsyncLocal(Served):
             told = f"weights of member {world.group.rank} have become infinite or nan since its last push"
             if world.check_finite:
                 raise ConfigError(f"{told}: lower the learning rate, clip, or look at its data")
-            world.tell(f"{told}: they are left out, and it goes on with those of the servers")
+            world.tell_own(f"{told}: they are left out, and it goes on with those of the servers")
             apart.optimizer.state.clear()
         self._push(apart.outer, 1.0)
         apart.install()
