@@ -16,8 +16,10 @@ from torch import nn
 from paceline.core.errors import AuthError, ConfigError, Interrupted, TimedOut
 from paceline.server.outside import calls as c
 from paceline.server.outside.calling import Calling, Where
+from paceline.server.outside.shelf import wrap
 from paceline.strategies import Guest, Local, make_strategy, words_of
 from paceline.strategies import trips as trips_module
+from paceline.strategies.luggage import Luggage
 from paceline.testing.together import together
 from paceline.transport.channel import connect
 from paceline.transport.group import Group, solo
@@ -613,3 +615,18 @@ def test_a_run_that_gives_no_weights_is_waited_for_and_then_named(hosts: Callabl
     visitor.world.limit_s = 0.3
     with pytest.raises(TimedOut, match="no weights to begin with"):
         visitor.train(1)
+
+
+def test_what_half_precision_cannot_hold_of_the_runs_weights_is_not_brought_back() -> None:
+    """A guest in half precision that has learnt nothing has nothing to say, however exact what came was."""
+    p, weights = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)), torch.linspace(1.0, 2.0, 8)
+    luggage = Luggage([p], c.make_code("none"), c.make_weights_code("none"))
+    came = wrap(3, [weights], luggage.code)
+    luggage.arrive(came.round, came.sizes, came.data)
+    for _ in range(2):  # from weights that came, and from those that it had when it called
+        sent = luggage.make(samples=8.0, tokens=0.0, seed=0)
+        said = torch.zeros(8)
+        luggage.codec.decode_add(sent.data, said)
+        assert not said.any()
+        luggage.settle(taken=True)
+        luggage.anchor_here()

@@ -98,6 +98,23 @@ def test_diloco_is_nesterov_on_the_mean_difference() -> None:
     torch.testing.assert_close(got[0], anchor, rtol=1e-5, atol=1e-6)
 
 
+def test_small_steps_of_half_precision_add_up() -> None:
+    """One of two moves by the smallest step that there is, so that the mean moves by half of it."""
+    step = 2.0**-7
+
+    def body(group: Group) -> torch.Tensor:
+        model = nn.Linear(4, 2, bias=False).to(torch.bfloat16)
+        nn.init.ones_(model.weight)
+        with closing(Member(group, Local(every=1), model, lambda p: torch.optim.SGD(p, lr=1.0))) as member:
+            for _ in range(8):
+                model.weight.grad = torch.full_like(model.weight, 0.0 if group.rank else -step)
+                member.optimizer.step()
+            return member.weights
+
+    for weights in together(2, body):
+        assert torch.equal(weights.float(), torch.full((8,), 1 + 4 * step))
+
+
 def test_post_local_is_all_reduce_first() -> None:
     post = trained(lambda: PostLocal(warmup=4, every=3), 4)
     assert torch.equal(post[0], trained(AllReduce, 4)[0])

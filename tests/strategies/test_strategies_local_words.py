@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.strategies import DiLoCo, Local, make_strategy, words_of
 from paceline.strategies import choose as choose_strategy
 from paceline.testing.together import together
-from tests.strategies._apart import Member, net
+from paceline.transport.group import Group
+from tests.strategies._apart import Member, closing, net
 
 
 @pytest.mark.parametrize(
@@ -70,3 +73,16 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
 def test_members_with_unlike_settings_are_told() -> None:
     with pytest.raises(ConfigError, match="trains by every="):
         together(2, lambda group: Member(group, Local(every=2 + group.rank), net()))
+
+
+def test_an_outer_optimizer_for_matrices_takes_those_and_says_what_else_there_is() -> None:
+    def body(group: Group) -> torch.Tensor:
+        with closing(Member(group, Local(every=2, outer="muon(lr=0.1)"), nn.Linear(6, 3, bias=False))) as member:
+            member.train(3)
+            member.strategy.together(end=True)
+            return member.weights
+
+    first, second = together(2, body)
+    assert torch.equal(first, second)
+    with pytest.raises(ConfigError, match=r"outer=muon.*2D"):
+        together(1, lambda group: Member(group, Local(every=2, outer="muon"), net()))

@@ -5,8 +5,10 @@
     apply    the average is the gradient of the outer optimizer, which moves the anchors: the same bits on all members
     mix      weights become the anchors, or go a part of the way
 
-Anchors of weights in half precision are float32, so that a small outer step is not rounded away. The buckets are those
-of all-reduce (`buckets.Layout`), laid out over the anchors, and so are the ways in which they are summed (`reducers`).
+Anchors of weights in half precision are float32, so that a small outer step is not rounded away: how far weights have
+gone is reckoned from what their anchors are in half precision, and what that leaves out stays in the anchors. The
+buckets are those of all-reduce (`buckets.Layout`), laid out over the anchors, and so are the ways in which they are
+summed (`reducers`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.strategies.buckets import Bucket, Layout
 from paceline.strategies.outer import Outer
 from paceline.strategies.reducers import Coder
@@ -51,8 +53,11 @@ class Anchors:
         self.parameters = [p for _, p in named]
         self.coder = coder
         self._decay = decay
-        self._anchors = [torch.nn.Parameter(_wide(p)) for p in self.parameters]
-        self._outer, self._words = outer.make(self._anchors), outer.words
+        self._anchors = [torch.nn.Parameter(wide(p)) for p in self.parameters]
+        try:
+            self._outer, self._words = outer.make(self._anchors), outer.words
+        except ValueError as error:  # such as Muon's, of what is no matrix
+            raise ConfigError(f"outer={outer.words}: {error}") from None
         self._own: list[torch.Tensor] = []  # weights of this member, while the anchors are shown in their place
         self._cuts = fragments
         self.lay_out(group, near)
@@ -99,7 +104,7 @@ class Anchors:
         """Note how far the weights have gone; the sum of squares, which is not finite where a weight is not."""
         mine = self._fragments[fragment]
         for i in mine:
-            torch.sub(self._anchors[i], self.parameters[i].detach(), out=self._views[i])
+            torch.sub(begun_at(self._anchors[i], self.parameters[i]), self.parameters[i].detach(), out=self._views[i])
         return _squares([self._views[i] for i in mine])
 
     @torch.no_grad()
@@ -210,13 +215,13 @@ class Anchors:
     @torch.no_grad()
     def work(self) -> list[torch.Tensor]:
         """What this member has learnt since the last round: anchor − weight."""
-        return [anchor.detach() - p.detach() for p, anchor in zip(self.parameters, self._anchors)]
+        return [begun_at(anchor, p) - p.detach() for p, anchor in zip(self.parameters, self._anchors)]
 
     @torch.no_grad()
     def put_work(self, work: Sequence[torch.Tensor]) -> None:
         """Weights become the anchors with this on top, which was learnt from others."""
         for p, anchor, difference in zip(self.parameters, self._anchors, work):
-            p.copy_(anchor.detach() - difference)
+            p.copy_(begun_at(anchor, p) - difference)
 
     def unsaid(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """A copy of what the codec keeps, to go back to where a round comes to nothing."""
@@ -272,9 +277,15 @@ class Anchors:
                 p.copy_(weights[name])
 
 
-def _wide(p: torch.Tensor) -> torch.Tensor:
+def wide(p: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight that an anchor can be."""
     half = p.dtype in (torch.float16, torch.bfloat16)
     return p.detach().to(torch.float32 if half else p.dtype, copy=True)
+
+
+def begun_at(anchor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """What a weight becomes that takes its anchor's place, in the anchor's precision."""
+    return anchor.detach().to(p.dtype).to(anchor.dtype)
 
 
 def _squares(tensors: Sequence[torch.Tensor]) -> float:

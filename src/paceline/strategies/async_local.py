@@ -26,6 +26,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.words import whole
 from paceline.optim import DelayedNesterov
 from paceline.server.gates import Apart, Gate
+from paceline.strategies.anchors import begun_at, wide
 from paceline.strategies.replicas import has_thawed, is_trained, names_of
 from paceline.strategies.server import Served
 from paceline.strategies.strategy import World
@@ -157,7 +158,7 @@ class AsyncLocal(Served):
             told = f"weights of member {world.group.rank} have become infinite or nan since its last push"
             if world.check_finite:
                 raise ConfigError(f"{told}: lower the learning rate, clip, or look at its data")
-            world.tell(f"{told}: they are left out, and it goes on with those of the servers")
+            world.tell_own(f"{told}: they are left out, and it goes on with those of the servers")
             apart.optimizer.state.clear()
         self._push(apart.outer, 1.0)
         apart.install()
@@ -171,7 +172,7 @@ class _Apart:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if is_trained(p)]
         if not self.parameters:
             raise ConfigError("async_local: all parameters of the optimizer are frozen, so there is nothing to learn")
-        self.anchors = [torch.nn.Parameter(_wide(p)) for p in self.parameters]
+        self.anchors = [torch.nn.Parameter(wide(p)) for p in self.parameters]
         names, known = names_of(model), {id(p): a for p, a in zip(self.parameters, self.anchors)}
         named = {names.get(id(p), f"optimizer.{i}"): known.get(id(p), p) for i, p in enumerate(self.parameters)}
         self.shadow = _Shadow(model, {name: known.get(id(p), p) for p, name in _pairs(model, names)} | named)
@@ -182,7 +183,7 @@ class _Apart:
     def differ(self) -> bool:
         """Note how far the weights have gone; False, and nothing, where that is no number."""
         for p, anchor in zip(self.parameters, self.anchors):
-            anchor.grad = anchor.detach() - p
+            anchor.grad = begun_at(anchor, p) - p
         sound = all(math.isfinite(float(a.grad.norm())) for a in self.anchors if a.grad is not None)
         for anchor in self.anchors if not sound else ():
             anchor.grad = torch.zeros_like(anchor)
@@ -259,8 +260,3 @@ def share(every: int, mine: float, speeds: Sequence[float]) -> int:
 def _pairs(model: torch.nn.Module, names: dict[int, str]) -> Iterator[tuple[torch.nn.Parameter, str]]:
     for p in model.parameters():
         yield p, names[id(p)]
-
-
-def _wide(p: torch.Tensor) -> torch.Tensor:
-    half = p.dtype in (torch.float16, torch.bfloat16)
-    return p.detach().to(torch.float32 if half else p.dtype, copy=True)

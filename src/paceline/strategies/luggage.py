@@ -66,9 +66,7 @@ class Luggage:
         data = torch.empty(self.up_bytes, dtype=torch.uint8)
         sizes: list[int] = []
         for i, (p, anchor) in enumerate(zip(self.parameters, take_apart(self._anchor, self._sizes))):
-            difference = torch.zeros(p.numel())
-            self.code.decode_add(anchor, difference)
-            difference.sub_(_flat(p))
+            difference = self._begun_at(anchor, p).sub_(_flat(p))
             if not self.codec.unbiased:
                 self._residual(i)
             context = Context(step=self.number, seed=seed * 1009 + i)
@@ -94,9 +92,7 @@ class Luggage:
         made = wrap(self.round, self.parameters, self.code)
         self._anchor, self._sizes = made.data, made.sizes
         for i, (p, anchor) in enumerate(zip(self.parameters, take_apart(self._anchor, self._sizes))):
-            left = torch.zeros(p.numel())
-            self.code.decode_add(anchor, left, -1.0)
-            left.add_(_flat(p))  # weights − anchor
+            left = _flat(p) - self._begun_at(anchor, p)
             if bool(left.any()):
                 self._residual(i).add_(left)
 
@@ -114,6 +110,12 @@ class Luggage:
         self.round, self.sent = -1, None
         self.samples = self.tokens = 0.0
         self._residuals.clear()
+
+    def _begun_at(self, anchor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """What a weight becomes that takes its anchor's place: half precision cannot hold all of it."""
+        values = torch.zeros(p.numel())
+        self.code.decode_add(anchor, values)
+        return values.to(p.dtype).float()
 
     def _residual(self, i: int) -> torch.Tensor:
         if i not in self._residuals:

@@ -83,7 +83,7 @@ def make_outer(words: Outer | Make | str | None) -> Outer:
     else:
         raise ConfigError(f'outer={words!r}: give words such as "nesterov(lr=0.7)", or a function of parameters')
     try:
-        made = outer.make([torch.nn.Parameter(torch.zeros(1))])
+        made = outer.make([torch.nn.Parameter(torch.zeros(1, 1))])  # Muon takes matrices only
     except TypeError:
         raise ConfigError(f"outer={outer.words}: an option of it is not of the kind that torch.optim wants") from None
     except ValueError as error:

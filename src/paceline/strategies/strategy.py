@@ -153,6 +153,7 @@ class World:
         check_finite: bool = False,
         seed: int = 0,
         tell: Callable[[str], object] = lambda line: None,
+        tell_own: Callable[[str], object] = lambda line: None,
         wires: Wires | None = None,
         servers: Sequence[int] = (),
         limit_s: float = 300.0,
@@ -167,7 +168,8 @@ class World:
         self.wires = wires  # to all of the run's processes; None in a run of one
         self.servers = tuple(servers)  # ranks of the run's server processes, which are in no group
         self.limit_s = limit_s
-        self.tell = tell  # a line to the person who watches
+        self.tell = tell  # a line to the person who watches, which all members have alike
+        self.tell_own = tell_own  # the same, of this member alone
         self.directory: Path | None = None  # of the run
         self.seed = seed
         self.status = status or Status(None)
@@ -215,7 +217,10 @@ class Inside(World):
 
     def __init__(self, world: World, group: Group, **own: Any) -> None:
         self._run = world
-        shared = {name: getattr(world, name) for name in ("status", "tally", "check_finite", "seed", "tell", "limit_s")}
+        shared = {
+            name: getattr(world, name)
+            for name in ("status", "tally", "check_finite", "seed", "tell", "tell_own", "limit_s")
+        }
         super().__init__(group, **(shared | own))
 
     @property

@@ -166,7 +166,7 @@ class Apart:
         self._took = [(id, process) for id, process in state["took"]]
         if not stays:
             if self._learnt and not included:
-                self._world.tell(
+                self._world.tell_own(
                     f"what member {self._me[0]} had learnt since its last round is left out: the epoch was divided "
                     "anew without it, and its batches were dealt to others"
                 )

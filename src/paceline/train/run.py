@@ -94,6 +94,7 @@ class Run(Models):
             check_finite=settings.check_finite,
             seed=settings.seed,
             tell=self._tell,
+            tell_own=self._tell_own,
             wires=wires,
             servers=servers,
             limit_s=settings.wait_limit_s,
@@ -418,6 +419,11 @@ class Run(Models):
         self._events.emit("told", line=line)
         if self.is_first:
             print(f"paceline: {line}", file=sys.stderr)
+
+    def _tell_own(self, line: str) -> None:
+        """The same, where the others do not say it."""
+        self._events.emit("told", line=line)
+        print(f"paceline: {line}", file=sys.stderr)
 
     def _readings(self) -> tuple[float, float, int, float]:
         data_s = sum(loader.wait_s for loader in self._loaders)
