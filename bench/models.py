@@ -69,23 +69,17 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Table(nn.Embedding):
-    """With small numbers: large ones of positions drown the tokens for a thousand steps."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-
 class GPT(nn.Module):
     """A decoder with tied embeddings."""
 
     def __init__(self, *, vocabulary: int, context: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
-        self.token, self.position = Table(vocabulary, width), Table(context, width)
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
         self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        for table in self.token, self.position:
-            table.reset_parameters()  # last, so that seeds give the weights that they always gave
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)  # else it drowns the tokens for a thousand steps
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.token(x) + self.position.weight[: x.shape[1]]

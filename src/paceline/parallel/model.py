@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
 from paceline.parallel.fellows import Fellows
 from paceline.parallel.layers import recompute_layers
-from paceline.parallel.outline import initialise, outline
+from paceline.parallel.outline import initialise, outline, to_memory
 from paceline.parallel.pieces import is_cut
 from paceline.parallel.pipeline import pipeline_of
 from paceline.parallel.plan_of_split import Plan, chosen
@@ -47,20 +47,21 @@ def cut_model(
     sequence: bool = False,
 ) -> nn.Module:
     """Cut a model, or what a function makes, in place; see `Run.model`."""
+    history = None
     if isinstance(given, nn.Module):
         if pipeline_of(given) or any(is_cut(p) for p in given.parameters()):
             raise ConfigError("run.model(model): this model is cut already; cut a model once, and keep what it returns")
         model = given.to(device) if device.type == "cpu" else given
         make_equal(group, dict(model.named_parameters()), dict(model.named_buffers()))
     else:
-        model = outline(given)
+        model, history = outline(given)
     if split and mesh.split == 1:
         chosen(model, split)  # what is wrong with it is told on any mesh
     if mesh.stage > 1:
         if recompute:
             recompute_layers(model)
         sharded = device_mesh(mesh, group, device)["shard"] if mesh.shard > 1 else None
-        stage(model, staging or Staging(), mesh, group, device, seed, sharded, offload=offload)
+        stage(model, staging or Staging(), mesh, group, device, seed, sharded, offload=offload, history=history)
         return model
     where = device_mesh(mesh, group, device)
     parts = None
@@ -70,11 +71,11 @@ def cut_model(
         recompute_layers(model)
     if mesh.shard > 1 or parts is None:
         shard(model, where["shard"], offload=offload)
-    if not isinstance(given, nn.Module):
-        home = torch.device("cpu") if offload else device
-        model.to_empty(device=home)
+    home = torch.device("cpu") if offload else device
+    if history:
+        to_memory(model, home)
     if parts:
         parts.finish(model, Fellows(where["shard"].get_group()) if mesh.shard > 1 else None)
-    if not isinstance(given, nn.Module):
-        initialise(model, home, seed)
+    if history:
+        initialise(model, history, home, seed)
     return model

@@ -1,22 +1,25 @@
-"""Models that a function makes: first without memory, then with weights, module by module.
+"""Models that a function makes: first without memory, then with weights, tensor by tensor.
 
-What `reset_parameters` gives, from the run's seed and the number of the module, is the same on any mesh, and no member
-has more of it at a time than one module.
+What the constructor gives them, from the run's seed, is the same on any mesh, and no member has more of it at a time
+than one tensor, and what that is made of (`history`).
 """
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError, nearest
-from paceline.parallel.filled import Writes, check_filled
+from paceline.parallel.history import History, named
 from paceline.parallel.layers import recompute_layers
 from paceline.parallel.pieces import fill
 
 OFFLOADS = ("none", "parameters")
+_INSIDE = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 
 
 def check_offload(offload: str, device: torch.device, size: int, *, cuts: bool) -> None:
@@ -43,61 +46,53 @@ def whole_model(
     if isinstance(given, nn.Module):
         model = given.to(device)
     else:
-        model = outline(given).to_empty(device=device)
-        initialise(model, device, seed)
+        model, history = outline(given)
+        to_memory(model, device)
+        initialise(model, history, device, seed)
     if recompute:
         recompute_layers(model)
     return model
 
 
-def outline(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model without memory."""
+def outline(make: Callable[[], nn.Module]) -> tuple[nn.Module, History]:
+    """A model without memory, and how its weights come to be."""
     if not callable(make):
         raise ConfigError(f"run.model: a model is wanted, or a function that makes one; not a {type(make).__name__}")
-    with torch.device("meta"), Writes() as writes:
-        model = make()
+    try:
+        with torch.device("meta"), History() as history:
+            model = make()
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        last = traceback.extract_tb(error.__traceback__)
+        asks = next((f for f in reversed(last) if not f.filename.startswith(_INSIDE)), last[-1])
+        raise ConfigError(
+            f"run.model(function): the model is made before its weights have values, and {asks.filename}:{asks.lineno} "
+            f"({asks.line}) asks for some: take another way there, or give run.model the model itself"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"run.model(function): it returned a {type(model).__name__}, not an nn.Module")
-    _check_initialisers(model)
-    check_filled(model, writes)
-    return model
+    history.keep(model)
+    return model, history
 
 
-def _check_initialisers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if own and not callable(getattr(module, "reset_parameters", None)):
-            raise ConfigError(
-                f"run.model(function): {name or 'the model'!r} ({type(module).__name__}) has {own[0][0]!r} and no "
-                "reset_parameters(), so it cannot be made part by part: give it one, or give run.model the model itself"
-            )
+def to_memory(model: nn.Module, device: torch.device) -> None:
+    """As `Module.to_empty`; a tensor that several modules have stays one."""
+    tied: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(p), []).append(name)
+    model.to_empty(device=device)
+    for first, *others in tied.values():
+        for name in others:
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, model.get_parameter(first))
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Module by module: make all of it, take this member's part."""
-    state = torch.random.get_rng_state()
-    for number, module in enumerate(model.modules()):
-        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        if not own or all(tensor.is_meta for tensor in own.values()):  # another member's
-            continue
-        parts = (module._parameters.copy(), module._buffers.copy())
-        try:
-            for name, tensor in own.items():
-                made = torch.empty(tensor.shape, dtype=tensor.dtype)
-                if name in module._parameters:
-                    module._parameters[name] = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                else:
-                    module._buffers[name] = made
-            torch.manual_seed(seed * 1_000_003 + number)
-            module.reset_parameters()  # type: ignore[operator]
-            whole = dict(module._parameters) | dict(module._buffers)
-        finally:
-            module._parameters.update(parts[0])
-            module._buffers.update(parts[1])
-        for name, tensor in own.items():
-            made_ = whole[name]
-            assert made_ is not None
-            if not tensor.is_meta:
-                fill(tensor, made_.detach().to(device))
-    torch.random.set_rng_state(state)
+def initialise(model: nn.Module, history: History, device: torch.device, seed: int) -> None:
+    """Tensor by tensor: make all of it, take this member's part."""
+    done: set[int] = set()
+    for name, tensor in named(model):
+        if not tensor.is_meta and id(tensor) not in done:  # else another member's, or done under another name
+            done.add(id(tensor))
+            fill(tensor, history.whole(name, seed).to(device))

@@ -17,7 +17,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.mesh import Mesh
 from paceline.parallel.along import along
 from paceline.parallel.balance import balanced, by_name, costs_of, layers_of, nbytes_of
-from paceline.parallel.outline import initialise
+from paceline.parallel.history import History
+from paceline.parallel.outline import initialise, to_memory
 from paceline.parallel.pipeline import Pipeline, staged
 from paceline.parallel.post import Post
 from paceline.parallel.schedule import Staging, stages_each
@@ -37,8 +38,9 @@ def stage(
     sharded: DeviceMesh | None,
     *,
     offload: bool = False,
+    history: History | None = None,
 ) -> None:
-    """Leave in a model the stages of this member, in place."""
+    """Leave in a model the stages of this member, in place; `history`: of a model that has no memory yet."""
     _check(how, mesh, offload)
     count = mesh.stage * stages_each(how.schedule)
     found = follow(model)
@@ -56,14 +58,13 @@ def stage(
     layout = Layout(model, stages, mesh.stage)
     member = mesh.at(group.rank)["stage"]
     modules = {n: found.module(model, s.graph) for n, s in enumerate(stages) if n % mesh.stage == member}
-    outlined = any(p.is_meta for p in model.parameters())
-    _take(model, modules, layout, member, device, sharded, offload=offload, outlined=outlined)
-    for module in modules.values() if outlined else ():  # which have lost what they had
+    _take(model, modules, layout, member, device, sharded, offload=offload, outlined=history is not None)
+    for module in modules.values() if history else ():  # which have lost what they had
         for name, constant in found.constants.items():
             if name in module._buffers:
                 module._buffers[name] = constant.to(device)
-    if outlined:
-        initialise(model, torch.device("cpu") if offload else device, seed)
+    if history:
+        initialise(model, history, torch.device("cpu") if offload else device, seed)
     prune(model, layout, member)
     mine, letters = (along(mesh, group, "stage") for _ in range(2))
     names = [str(node.target) for node in found.graph.nodes if node.op == "placeholder"]
@@ -118,7 +119,7 @@ def _take(
         if sharded is not None:
             shard_calls(module, sharded, offload=offload)
         if outlined:
-            module.to_empty(device=home)
+            to_memory(module, home)
         elif sharded is None:
             module.to(device)
         for name, p in module.named_parameters(remove_duplicate=False):
