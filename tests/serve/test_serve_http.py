@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -272,3 +274,71 @@ def test_a_token_is_asked_for(tmp_path: Path) -> None:
             assert served.ask("POST", "/versions/pause", None, {"Authorization": wrong})[0] == 401
             assert served.ask("GET", "/openapi.json", None, {"Authorization": wrong})[0] == 401
             assert served.ask("GET", "/health", None, {"Authorization": wrong})[0] == 200
+
+
+IMPATIENT = """
+import paceline.serve.fast_lane
+paceline.serve.fast_lane.WHOLE_S = 2.0
+
+class Thinks(Net):
+    def forward(self, x):
+        time.sleep(5.0 if x.max() > 100 else 0.0)
+        return super().forward(x)
+
+def make_thinks():
+    return Thinks()
+"""
+
+
+def byte_by_byte(port: int, whole: bytes, slow: bytes) -> tuple[bytes, float]:
+    """Send the rest a byte at a time until the other side closes; all that came back, and after how long it ended."""
+    got, began = b"", time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), 60) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(whole)
+        for at in range(len(slow)):
+            connection.sendall(slow[at : at + 1])
+            if select.select([connection], [], [], 0.1)[0]:
+                got += (piece := connection.recv(1 << 16))
+                if not piece:
+                    break
+        while piece := connection.recv(1 << 16):
+            got += piece
+    return got, time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_request_that_does_not_come_to_its_end_is_let_go(tmp_path: Path) -> None:
+    """However often a byte comes; one that is computed for longer is not meant."""
+    (tmp_path / "net.py").write_text(NET + IMPATIENT)
+    weights(tmp_path)
+    head, end = request(b" " * 300)[:-300], b" " * 299
+    page = f"GET /status HTTP/1.1\r\nHost: localhost\r\nX-Long: {'x' * 300}".encode()
+    chunked = b"POST /learn HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n200\r\n"
+    order = b"POST /versions/pin HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300\r\n\r\n"
+    good = request(json.dumps({"inputs": [[[1, 2, 3], [4, 5, 6]]]}).encode())
+    ways = {
+        "head": (b"", request(b"", f"X-Long: {'x' * 300}")),
+        "body": (head, end),
+        "the second on its connection": (good, head + end),
+        "another page": (b"", page),
+        "after another page": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + order, end),
+        "chunk": (chunked, end),
+        "silent": (head, b""),
+    }
+    options = ("--replicas", "1", "--max-batch-size", "1", "--model", "net.py:make_thinks")
+    with Served(tmp_path, *options) as served:
+        served.wait()
+        with ThreadPoolExecutor(len(ways)) as pool:
+            asked = {name: pool.submit(byte_by_byte, served.port, *way) for name, way in ways.items()}
+        for name, future in asked.items():
+            got, took_s = future.result()
+            *before, last = got.split(b"HTTP/1.1 ")[1:]
+            assert last.startswith(b"408 "), (name, got)
+            assert b"Connection: close" in last
+            assert b"within 2 s" in last
+            assert [answer[:3] for answer in before] == [b"200"] * (
+                name in ("the second on its connection", "after another page")
+            )
+            assert 1.5 < took_s < 40, name
+        assert served.metric("requests_total", 'code="408"') == 4
+        assert served.predict([[[1, 2, 3], [4, 5, 600]]])[0] == 200
