@@ -86,7 +86,12 @@ def test_the_end_loses_no_request(tmp_path: Path) -> None:
     with Served(tmp_path, "--replicas", "2") as served:
         served.wait()
         body = json.dumps({"inputs": X}).encode()
-        lines = ["POST /predict HTTP/1.1", "Host: h", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        lines = [
+            "POST /predict HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        ]
         head = "\r\n".join([*lines, "", ""])
         sent, answered, others = [0] * 8, [0] * 8, []
         under_way = threading.Barrier(9, timeout=60)

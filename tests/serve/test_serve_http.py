@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,8 +50,8 @@ def raw(port: int, data: bytes, *pieces: bytes) -> list[tuple[int, bytes]]:
         return answers
 
 
-def request(body: bytes, *headers: str, path: str = "/predict", version: str = "1.1") -> bytes:
-    lines = [f"POST {path} HTTP/{version}", "Host: here", "Content-Type: application/json", *headers]
+def request(body: bytes, *headers: str, path: str = "/predict", version: str = "1.1", host: str = "localhost") -> bytes:
+    lines = [f"POST {path} HTTP/{version}", f"Host: {host}", "Content-Type: application/json", *headers]
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
@@ -86,14 +88,14 @@ def test_the_same_answers_on_every_way_in(server: Served) -> None:
     body = json.dumps({"inputs": x.tolist()}).encode()
     end = request(body, "Connection: close")
     chunked = (
-        b"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+        b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
         b"Connection: close\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     )
     ways = {
         "whole": [end],
         "in pieces": [end[:7], end[7:60], end[60:-5], end[-5:]],
         "three at once": [request(body) + request(body) + end],
-        "a page between": [request(body) + b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n" + end],
+        "a page between": [request(body) + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + end],
         "chunked": [chunked],
         "expected": [request(body, "Connection: close", "Expect: 100-continue")],
         "1.0": [request(body, version="1.0")],
@@ -130,11 +132,32 @@ def test_what_is_refused_says_why(server: Served, body: bytes, headers: dict[str
     assert json.loads(text)["error"]
 
 
+def test_without_a_token_no_name_but_our_own_is_answered(server: Served) -> None:
+    """A page whose name was made to lead here is of one origin with us, so a browser lets it do what we let it do."""
+    body = json.dumps({"inputs": [[[1, 2, 3], [4, 5, 6]]]}).encode()
+    rebound = f"rebound.example:{server.port}"
+    page = {**JSON, "Host": rebound, "Origin": f"http://{rebound}"}
+    orders = [("POST", f"/versions/{order}") for order in ("pin", "unpin", "pause", "resume", "rollback")]
+    for method, path in [*orders, ("POST", "/learn"), *(("GET", p) for p in ("/", "/status", "/versions", "/health"))]:
+        status, _, said = server.ask(method, path, body, page)
+        assert (status, b"--token-file" in said) == (421, True), path
+    assert not json.loads(server.ask("GET", "/versions")[2])["paused"]
+
+    before = server.metric("requests_total", 'code="421"')
+    theirs, ours = request(body, host=rebound), request(body, host=f"127.0.0.1:{server.port}")
+    chunked = request(body, "Transfer-Encoding: chunked", host=rebound).partition(b"Content-Length")[0]
+    end = chunked + b"Connection: close\r\n\r\n"
+    statuses = [status for status, _ in raw(server.port, theirs, ours, theirs, theirs, ours, end)]
+    assert statuses == [421, 200, 421, 421, 200, 421]
+    assert server.metric("requests_total", 'code="421"') == before + 4
+    for own in ("localhost", "LOCALHOST:1", "net.localhost", "127.8.9.10:80", "[::1]", f"[::1]:{server.port}"):
+        assert server.ask("POST", "/predict", body, {**JSON, "Host": own})[0] == 200, own
+        assert server.ask("GET", "/status", None, {"Host": own})[0] == 200, own
+
+
 def test_a_body_that_is_cut_off_is_no_fault_of_ours(server: Served) -> None:
     """In a chunk, and with a chunk that is none: the log has no traceback for it."""
-    head = (
-        b"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    )
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     before = server.metric("requests_total", 'code="400"')
     for body in (b"20\r\n{", b'5\r\n{"inp\r\nzzzz\r\n'):
         with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
@@ -186,7 +209,7 @@ def test_counts_add_up_over_replicas(server: Served) -> None:
     data=st.data(),
 )
 def test_no_bytes_give_a_500(server: Served, body: bytes, kind: str, name: str, value: str, data: Any) -> None:
-    head = f"POST /predict HTTP/1.1\r\nHost: here\r\nContent-Type: {kind}\r\n{name}: {value}\r\n"
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{name}: {value}\r\n"
     whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body + request(b"{", "Connection: close")
     cut = data.draw(st.integers(1, len(whole)))
     with socket.create_connection(("127.0.0.1", server.port), 60) as connection:
@@ -242,6 +265,8 @@ def test_a_token_is_asked_for(tmp_path: Path) -> None:
         served.wait()
         x = [[[1, 2, 3], [4, 5, 6]]]
         assert served.predict(x)[0] == 200
+        assert served.predict(x, Host="model.example")[0] == 200  # with a token the name does not matter
+        assert served.ask("GET", "/versions", None, {"Host": "model.example"})[0] == 200
         for wrong in ("Bearer secre", "Bearer secrett", "secret", "", "Bearer \xe9"):
             status, answer = served.predict(x, Authorization=wrong)
             assert (status, "Bearer" in answer["error"]) == (401, True)
@@ -249,3 +274,71 @@ def test_a_token_is_asked_for(tmp_path: Path) -> None:
             assert served.ask("POST", "/versions/pause", None, {"Authorization": wrong})[0] == 401
             assert served.ask("GET", "/openapi.json", None, {"Authorization": wrong})[0] == 401
             assert served.ask("GET", "/health", None, {"Authorization": wrong})[0] == 200
+
+
+IMPATIENT = """
+import paceline.serve.fast_lane
+paceline.serve.fast_lane.WHOLE_S = 2.0
+
+class Thinks(Net):
+    def forward(self, x):
+        time.sleep(5.0 if x.max() > 100 else 0.0)
+        return super().forward(x)
+
+def make_thinks():
+    return Thinks()
+"""
+
+
+def byte_by_byte(port: int, whole: bytes, slow: bytes) -> tuple[bytes, float]:
+    """Send the rest a byte at a time until the other side closes; all that came back, and after how long it ended."""
+    got, began = b"", time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), 60) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(whole)
+        for at in range(len(slow)):
+            connection.sendall(slow[at : at + 1])
+            if select.select([connection], [], [], 0.1)[0]:
+                got += (piece := connection.recv(1 << 16))
+                if not piece:
+                    break
+        while piece := connection.recv(1 << 16):
+            got += piece
+    return got, time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_request_that_does_not_come_to_its_end_is_let_go(tmp_path: Path) -> None:
+    """However often a byte comes; one that is computed for longer is not meant."""
+    (tmp_path / "net.py").write_text(NET + IMPATIENT)
+    weights(tmp_path)
+    head, end = request(b" " * 300)[:-300], b" " * 299
+    page = f"GET /status HTTP/1.1\r\nHost: localhost\r\nX-Long: {'x' * 300}".encode()
+    chunked = b"POST /learn HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n200\r\n"
+    order = b"POST /versions/pin HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300\r\n\r\n"
+    good = request(json.dumps({"inputs": [[[1, 2, 3], [4, 5, 6]]]}).encode())
+    ways = {
+        "head": (b"", request(b"", f"X-Long: {'x' * 300}")),
+        "body": (head, end),
+        "the second on its connection": (good, head + end),
+        "another page": (b"", page),
+        "after another page": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + order, end),
+        "chunk": (chunked, end),
+        "silent": (head, b""),
+    }
+    options = ("--replicas", "1", "--max-batch-size", "1", "--model", "net.py:make_thinks")
+    with Served(tmp_path, *options) as served:
+        served.wait()
+        with ThreadPoolExecutor(len(ways)) as pool:
+            asked = {name: pool.submit(byte_by_byte, served.port, *way) for name, way in ways.items()}
+        for name, future in asked.items():
+            got, took_s = future.result()
+            *before, last = got.split(b"HTTP/1.1 ")[1:]
+            assert last.startswith(b"408 "), (name, got)
+            assert b"Connection: close" in last
+            assert b"within 2 s" in last
+            assert [answer[:3] for answer in before] == [b"200"] * (
+                name in ("the second on its connection", "after another page")
+            )
+            assert 1.5 < took_s < 40, name
+        assert served.metric("requests_total", 'code="408"') == 4
+        assert served.predict([[[1, 2, 3], [4, 5, 600]]])[0] == 200

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,7 +20,8 @@ from paceline.serve import description
 from paceline.serve.fields import Field
 from paceline.serve.labelled import Labelled
 from paceline.serve.page import Page, make_docs, make_page
-from paceline.serve.predict import VERSION, Answer, Predict, permitted, refusal
+from paceline.serve.permit import is_foreign, permit
+from paceline.serve.predict import VERSION, Answer, Predict, refusal
 from paceline.serve.refused import Refused
 from paceline.serve.settings import JSON
 
@@ -44,6 +46,7 @@ def make_app(predict: Predict, labelled: Labelled, relay: Relay, ready: Callable
         redirect_slashes=False,
         docs_url=None,  # FastAPI's own load scripts from elsewhere
         redoc_url=None,
+        responses=description.ANYWHERE,
     )
     answers = description.ANSWERS
 
@@ -138,17 +141,16 @@ def describe(app: FastAPI, inputs: list[Field], outputs: list[Field], label: Fie
     for route in app.routes:
         if getattr(route, "path", "") == "/predict":
             route.openapi_extra = description.body(inputs, outputs)  # type: ignore[attr-defined]
-            route.responses = {**description.ANSWERS, 200: description.result(outputs)}  # type: ignore[attr-defined]
+            route.responses[200] = description.result(outputs)  # type: ignore[attr-defined]
         elif getattr(route, "path", "") == "/learn":
             route.openapi_extra = description.labelled(inputs, label)  # type: ignore[attr-defined]
     app.openapi_schema = None
 
 
 class _Guard:
-    """Asks for the token on every page but OPEN and /predict, which asks by itself.
+    """Asks on every page but /predict, which asks by itself, who may ask; those of OPEN need no token.
 
-    A page of another site cannot give orders through its visitor's browser, which may reach us where it cannot: a
-    browser says whose page it is.
+    A page of another site cannot give orders through its visitor's browser, which may reach us where it cannot.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -156,23 +158,17 @@ class _Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in (*OPEN, "/predict"):
-            headers = dict(scope["headers"])
-            if not permitted(self._token, headers.get(b"authorization", b"")):
-                why = "the header 'Authorization: Bearer TOKEN' is missing, or its token is another one"
-                await _response(refusal(Refused(401, why)))(scope, receive, send)
-                return
-            if scope["method"] == "POST" and _is_foreign(headers):
-                why = f"a page of {headers[b'origin'].decode('latin-1')} may not do this"
-                await _response(refusal(Refused(403, why)))(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] != "/predict":
+            headers = Headers(scope=scope)
+            try:
+                if not (self._token and scope["path"] in OPEN):
+                    permit(self._token, headers)
+                if scope["method"] == "POST" and is_foreign(headers):
+                    raise Refused(403, f"a page of {headers['origin']} may not do this")
+            except Refused as refused:
+                await _response(refusal(refused))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _is_foreign(headers: dict[bytes, bytes]) -> bool:
-    """Whether it is the script of a page that came from elsewhere."""
-    origin = headers.get(b"origin")
-    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host", b"")
 
 
 async def _body(request: Request, most: int) -> bytes:

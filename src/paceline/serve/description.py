@@ -20,6 +20,9 @@ def _refusals(*pairs: tuple[int, str]) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": text, "content": _SAID} for status, text in pairs}
 
 
+ANYWHERE = _refusals(
+    (408, "The request has not come to its end in time"), (421, "There is no token, and Host is no name of this host")
+)
 ANSWERS = _refusals(
     (400, "The body cannot be read"),
     (401, "The token is missing or wrong"),

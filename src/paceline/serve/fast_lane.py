@@ -19,10 +19,12 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.serve.batcher import Job
-from paceline.serve.predict import VERSION, Answer, Head, Predict
+from paceline.serve.predict import VERSION, Answer, Head, Predict, refusal
 from paceline.serve.refused import Refused
 
 START = b"POST /predict HTTP/1.1\r\n"
+WHOLE_S = 60.0  # in which a request must have come whole, from its first byte on
+_KEPT_S = 75.0  # a connection on which nobody asks
 _SMALL_BYTES = 256 << 10  # longer bodies come in many pieces, which the app collects
 _HEAD_BYTES = 16 << 10
 _STATUS = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
@@ -54,11 +56,11 @@ class FastLane(HttpToolsProtocol):
         self._busy = False
         self._leaving = False
         self._begun = self._ended = self._answered = 0  # messages in uvicorn's protocol
-        self.last = 0.0  # when something was heard or said, on the loop's clock
+        self._since = 0.0  # when a request began, or it became the other side's turn; on the loop's clock
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.last = self.loop.time()
+        self._since = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._job is not None:
@@ -72,19 +74,28 @@ class FastLane(HttpToolsProtocol):
         """Whether no request is under way, not even in part."""
         return not self._busy and not self._held and self._begun == self._ended == self._answered
 
-    @property
-    def theirs(self) -> bool:
-        """Whether the next word is the other side's."""
-        return not self._busy and self._answered >= self._ended
+    def tend(self) -> None:
+        """Close where nobody asks, and where a request does not come to its end; to be called now and then."""
+        if self._busy or self._answered < self._ended or self.transport.is_closing():  # the next word is ours
+            return
+        waited_s = self.loop.time() - self._since
+        if self.idle:
+            if waited_s > _KEPT_S:
+                self.transport.close()
+        elif waited_s > WHOLE_S:
+            late = Refused(408, f"the request has not come to its end within {WHOLE_S:g} s")
+            if self._held:
+                self.transport.write(answer_bytes(self.predict.refuse(late), close=True))
+            elif self._answered < self._begun:  # else it was answered, refused say, before its end
+                self.transport.write(answer_bytes(refusal(late), close=True))
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._begun != self._ended or self._begun != self._answered:
-            self.last = self.loop.time()
             super().data_received(data)
             return
         if self._held:
             data = self._held + data
-            self._held = b""
         if self._busy:
             self._hold(data)
             return
@@ -97,22 +108,21 @@ class FastLane(HttpToolsProtocol):
             if len(data) < _HEAD_BYTES and START.startswith(data[: len(START)]):
                 self._hold(data)
             else:
-                super().data_received(data)
+                self._pass_on(data)
             return
         if (head := data[:end]) != self._known:
             self._plan = self._understood(head) if head.startswith(START) else None
             self._known = head
         plan = self._plan
         if plan is None:
-            super().data_received(data)
+            self._pass_on(data)
             return
         stop = end + plan.length
         if len(data) < stop:
             self._hold(data)
             return
         self._busy = True
-        if len(data) > stop:
-            self._held = data[stop:]
+        self._held = data[stop:]
         if isinstance(plan.head, Refused):
             self._answer(self.predict.refuse(plan.head))
         else:
@@ -120,9 +130,14 @@ class FastLane(HttpToolsProtocol):
             if not self._busy:  # it was refused, and is answered
                 self._job = None
 
+    def _pass_on(self, data: bytes) -> None:
+        super().data_received(data)
+        self._held = b""  # now only: `on_message_begin` asks
+
     def _hold(self, data: bytes) -> None:
+        if not self._held:
+            self._since = self.loop.time()
         self._held = data
-        self.last = self.loop.time()
         if self._busy and len(data) > _SMALL_BYTES:  # one who sends on without reading answers
             self.flow.pause_reading()
 
@@ -157,15 +172,14 @@ class FastLane(HttpToolsProtocol):
         if close:
             self.transport.close()
             return
-        self.last = self.loop.time()
+        self._since = self.loop.time()
         if self._held:
             self.flow.resume_reading()
             self.loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
         if self._held and not self._busy and not self.transport.is_closing():
-            data, self._held = self._held, b""
-            self._read(data)
+            self._read(self._held)
 
     def shutdown(self) -> None:
         """Say with the next answer that it is the last. `leave` closes those that do not ask again."""
@@ -182,6 +196,8 @@ class FastLane(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._begun += 1
+        if not self._held:  # else it began earlier
+            self._since = self.loop.time()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -191,11 +207,12 @@ class FastLane(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._ended += 1
+        self._since = self.loop.time()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._answered += 1
-        self.last = self.loop.time()
+        self._since = self.loop.time()
         super().on_response_complete()
         self._unset_keepalive_if_required()  # `replica` looks after idle connections, with one timer for all
 

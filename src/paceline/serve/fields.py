@@ -80,7 +80,9 @@ def outputs_of(result: Any, items: int) -> list[Field]:
             what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise ConfigError(
                 f"of {items} items the model makes {name!r} with {what}: it must return tensors, or a tuple or dict of "
-                "them, whose first dimension counts items"
+                "them, whose first dimension counts items. Let the function that makes the model switch other outputs "
+                "off (a cache of transformers: model.config.use_cache = False), or return a module around it whose "
+                "forward gives the tensors that are wanted"
             )
         _refuse_unknown(f"the model makes {name!r}", value.dtype)
     return [Field(name, tuple(value.shape[1:]), value.dtype) for name, value in named.items()]

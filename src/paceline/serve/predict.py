@@ -7,7 +7,6 @@ they answer alike. Refused requests get a JSON body {"error": "…"}.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from paceline.serve import bodies
 from paceline.serve.batcher import Batcher, Job
 from paceline.serve.counts import Counts
 from paceline.serve.engine import Engine, Rows
+from paceline.serve.permit import permit
 from paceline.serve.refused import Refused
 from paceline.serve.settings import JSON, SAFETENSORS, Settings
 
@@ -45,12 +45,6 @@ class Answer(NamedTuple):
     retry_after_s: int = 0
 
 
-def permitted(token: str, authorization: str | bytes) -> bool:
-    """Whether the header proves the token; takes the same time however much of it is right."""
-    given = authorization.encode("utf-8", "surrogateescape") if isinstance(authorization, str) else authorization
-    return not token or hmac.compare_digest(given, f"Bearer {token}".encode())
-
-
 class Predict:
     """Before `ready` every request gets 503."""
 
@@ -71,9 +65,8 @@ class Predict:
         self._batcher = batcher
 
     def head(self, headers: Mapping[str, str]) -> Head:
-        """By names in small letters; Refused: 401, 406, 415, 422."""
-        if not permitted(self.settings.token, headers.get("authorization", "")):
-            raise Refused(401, "the header 'Authorization: Bearer TOKEN' is missing, or its token is another one")
+        """By names in small letters; Refused: 401, 406, 415, 421, 422."""
+        permit(self.settings.token, headers)
         kind = headers.get("content-type", JSON).partition(";")[0].strip().lower()
         if kind not in _KINDS:
             raise Refused(415, f"content-type {kind!r}: {' and '.join(_KINDS)} are understood")

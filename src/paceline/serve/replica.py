@@ -40,8 +40,6 @@ from paceline.serve.settings import Settings
 
 SETTINGS = "settings.json"  # in the private directory
 SHELF = "versions"
-_KEPT_S = 75.0  # a connection on which nobody asks
-_PARTIAL_S = 20.0  # a request that does not come to its end
 _LEAVE_S = 1.0  # after which a connection that does not ask again is closed, when the replica ends
 _RELAY_S = 10.0
 _TICK_S = 1.0
@@ -165,11 +163,8 @@ class Replica:
         """Once a second: the date for answers, and an end to connections that are left alone."""
         while True:
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
-            now = self._loop.time()
             for connection in self._connections:
-                silent_s = now - connection.last
-                if silent_s > (_KEPT_S if connection.idle else _PARTIAL_S) and connection.theirs:
-                    connection.transport.close()
+                connection.tend()
             await asyncio.sleep(_TICK_S)
 
     async def _drain(self) -> None:
