@@ -342,3 +342,25 @@ def test_a_request_that_does_not_come_to_its_end_is_let_go(tmp_path: Path) -> No
             assert 1.5 < took_s < 40, name
         assert served.metric("requests_total", 'code="408"') == 4
         assert served.predict([[[1, 2, 3], [4, 5, 600]]])[0] == 200
+
+
+@pytest.mark.slow
+def test_one_who_asks_on_without_reading_is_waited_for_and_let_go(tmp_path: Path) -> None:
+    """Answers do not pile up in the replica; one who reads late gets them all."""
+    (tmp_path / "net.py").write_text(NET + IMPATIENT)
+    weights(tmp_path)
+    asked = request(b"{}")
+    with Served(tmp_path, "--replicas", "1", "--model", "net.py:make_thinks") as served:
+        served.wait()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", served.port))
+            connection.settimeout(60)
+            began = time.monotonic()
+            with pytest.raises(ConnectionError):  # it has not read for two seconds
+                for _ in range(1000):
+                    connection.sendall(asked * 1000)
+            assert time.monotonic() - began > 1.5
+        assert 0 < served.metric("requests_total", 'code="422"') < 100_000
+        answers = raw(served.port, asked * 2000 + request(b"{}", "Connection: close"))
+        assert [status for status, _ in answers] == [422] * 2001

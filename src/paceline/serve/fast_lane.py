@@ -57,6 +57,7 @@ class FastLane(HttpToolsProtocol):
         self._leaving = False
         self._begun = self._ended = self._answered = 0  # messages in uvicorn's protocol
         self._since = 0.0  # when a request began, or it became the other side's turn; on the loop's clock
+        self._unsent, self._sent_at = 0, 0.0  # bytes of answers that wait, and when they became fewer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,9 +76,17 @@ class FastLane(HttpToolsProtocol):
         return not self._busy and not self._held and self._begun == self._ended == self._answered
 
     def tend(self) -> None:
-        """Close where nobody asks, and where a request does not come to its end; to be called now and then."""
-        if self._busy or self._answered < self._ended or self.transport.is_closing():  # the next word is ours
+        """Close where nobody asks, where a request does not come to its end, and where nobody reads answers; to be
+        called now and then."""
+        now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        if not self._unsent or unsent < self._unsent:
+            self._sent_at = now
+        self._unsent = unsent
+        if unsent and now - self._sent_at > WHOLE_S:
+            self.transport.abort()
             return
+        if self._busy or self._answered < self._ended or self.flow.write_paused or self.transport.is_closing():
+            return  # the next word is ours, or on its way
         waited_s = self.loop.time() - self._since
         if self.idle:
             if waited_s > _KEPT_S:
@@ -96,10 +105,14 @@ class FastLane(HttpToolsProtocol):
             return
         if self._held:
             data = self._held + data
-        if self._busy:
+        if self._busy or self.flow.write_paused:
             self._hold(data)
             return
         self._read(data)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read_on_soon()
 
     def _read(self, data: bytes) -> None:
         """Take the request at the beginning of `data`, if it is there."""
@@ -122,7 +135,7 @@ class FastLane(HttpToolsProtocol):
             self._hold(data)
             return
         self._busy = True
-        self._held = data[stop:]
+        self._keep(data[stop:])
         if isinstance(plan.head, Refused):
             self._answer(self.predict.refuse(plan.head))
         else:
@@ -137,9 +150,15 @@ class FastLane(HttpToolsProtocol):
     def _hold(self, data: bytes) -> None:
         if not self._held:
             self._since = self.loop.time()
+        self._keep(data)
+
+    def _keep(self, data: bytes) -> None:
+        """For later. No more is read from one who is that far ahead of us that this must be several requests."""
         self._held = data
-        if self._busy and len(data) > _SMALL_BYTES:  # one who sends on without reading answers
+        if len(data) > _SMALL_BYTES + _HEAD_BYTES:
             self.flow.pause_reading()
+        else:
+            self.flow.resume_reading()
 
     def _understood(self, head: bytes) -> Plan | None:
         """None: it is not plain."""
@@ -173,12 +192,14 @@ class FastLane(HttpToolsProtocol):
             self.transport.close()
             return
         self._since = self.loop.time()
-        if self._held:
-            self.flow.resume_reading()
+        self._read_on_soon()
+
+    def _read_on_soon(self) -> None:
+        if self._held and not self.flow.write_paused:
             self.loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
-        if self._held and not self._busy and not self.transport.is_closing():
+        if self._held and not (self._busy or self.flow.write_paused or self.transport.is_closing()):
             self._read(self._held)
 
     def shutdown(self) -> None:
