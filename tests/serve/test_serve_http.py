@@ -132,6 +132,19 @@ def test_what_is_refused_says_why(server: Served, body: bytes, headers: dict[str
     assert json.loads(text)["error"]
 
 
+@pytest.mark.parametrize("kind", ["announced", "chunked"])
+def test_who_sends_far_too_much_hears_so_and_may_ask_again(server: Served, kind: str) -> None:
+    """All of it is sent before the answer is read, as most clients do."""
+    data, good = b" " * (1 << 20), json.dumps({"inputs": [[[1, 2, 3], [4, 5, 6]]]}).encode()
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    if kind == "announced":
+        pieces = [head + b"Content-Length: %d\r\n\r\n" % (32 * len(data)), *[data] * 32]
+    else:
+        pieces = [head + b"Transfer-Encoding: chunked\r\n\r\n", *[b"100000\r\n" + data + b"\r\n"] * 32, b"0\r\n\r\n"]
+    answers = raw(server.port, *pieces, request(good, "Connection: close"))
+    assert [status for status, _ in answers] == [413, 200]
+
+
 def test_without_a_token_no_name_but_our_own_is_answered(server: Served) -> None:
     """A page whose name was made to lead here is of one origin with us, so a browser lets it do what we let it do."""
     body = json.dumps({"inputs": [[[1, 2, 3], [4, 5, 6]]]}).encode()

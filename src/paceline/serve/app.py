@@ -172,7 +172,10 @@ class _Guard:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """At most so many bytes; 413 as soon as more are announced or come, 400 where the rest does not."""
+    """At most so many bytes; 413 as soon as more are announced or come, 400 where the rest does not.
+
+    Of a body that is refused the rest is read and thrown away: who is still sending when we close loses the answer.
+    """
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > most:
         raise Refused(413, f"the body has {announced} bytes, {most} are allowed")
@@ -201,6 +204,4 @@ def _response(answer: Answer) -> Response:
         headers["Retry-After"] = str(answer.retry_after_s)
     if answer.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if answer.status == 413:
-        headers["Connection"] = "close"  # the rest of the body is not read
     return Response(answer.body, answer.status, headers, answer.kind)
