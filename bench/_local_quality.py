@@ -42,6 +42,8 @@ class Job(NamedTuple):
     @property
     def words(self) -> str:
         side = self.side.get("strategy", f"{self.name}, every {self.side['every']}")
+        if codec := self.side.get("codec"):
+            side += f", codec {codec}"
         return " ".join(
             filter(None, [self.task, self.case, f"{side}: {self.total} steps, lr {self.lr}, seed {self.seed}"])
         )
@@ -112,7 +114,7 @@ def _work(waiting: queue.SimpleQueue[Job], outcomes: Outcomes, start: Callable[[
                 team.call("connect", described=team.call("describe"))
                 while True:
                     job = waiting.get_nowait()
-                    outcomes.add(job, _train(team, job))
+                    outcomes.add(job, train(team, job))
                     print(f"{job.words}: {outcomes[job].final:.4f} at the end", flush=True)
         except queue.Empty:
             return
@@ -120,10 +122,12 @@ def _work(waiting: queue.SimpleQueue[Job], outcomes: Outcomes, start: Callable[[
             print(f"a run failed: {error}", file=sys.stderr, flush=True)
 
 
-def _train(team: Team, job: Job) -> Run:
+def train(team: Team, job: Job) -> Run:
+    """By a team that is connected."""
     team.call("begin", task=job.task, side=job.side, lr=job.lr, seed=job.seed, total=job.total, case=job.case)
     # Looks come after whole rounds of most sides, whose weights are those of the last one.
-    every, done, curve = max(1, math.ceil(job.total / LOOKS / 50) * 50), 0, []
+    unit, done, curve = job.side.get("look", 50), 0, []
+    every = max(1, math.ceil(job.total / LOOKS / unit) * unit)
     while done < job.total:
         steps = min(every, job.total - done)
         done += steps

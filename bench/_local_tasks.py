@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench import _network_accuracy as fashion
-from bench._simulation import small_cnn
-from bench.models import Batch, character_gpt, fashion_cnn, wide_gpt
+from bench.models import Batch, character_gpt, fashion_cnn, small_cnn, wide_gpt
 
 DEVICE = fashion.DEVICE
 CONTEXT, VOCABULARY = 64, 128

@@ -2,7 +2,8 @@
 
     ddp              gloo, a gradient per step
     ddp post-local   DDP with PyTorch's PostLocalSGDOptimizer and hook: parameters averaged every H steps
-    ours             a strategy in words, driven below `paceline.join()`
+    ours             a strategy in words, driven below `paceline.join()`; a shard of the servers lives with each member
+    torchft diloco   in an environment of its own (`_local_torchft`)
 
 What is emulated is the compute alone (`_network_worker.Emulated`): a calibrated sleep instead of forward and backward.
 Optimizers, differences, codecs, outer steps and bytes are the real ones.
@@ -52,6 +53,17 @@ SIDES: dict[str, dict[str, Any]] = {
         "strategy": f"local(every=60, {_OUTER}, {_EIGHTH})",
     },
     "sparseloco": {"kind": "ours", "every": 30, "strategy": "sparseloco(every=30)"},
+    "sites": {  # two, of two members each
+        "kind": "ours",
+        "every": 60,
+        "strategy": f"diloco(every=60, {_OUTER}, {_FOUR_BITS}, inner=allreduce)",
+    },
+    "async local": {
+        "kind": "ours",
+        "every": 60,
+        "strategy": "async_local(every=60, lr=1.0, momentum=0.5)",
+        "codec": "quantize(4)",
+    },
 }
 
 
@@ -59,12 +71,13 @@ def side(name: str) -> dict[str, Any]:
     """One of these, or a local strategy in words."""
     if name in SIDES:
         return SIDES[name]
-    from paceline.strategies import Local, make_strategy
+    from paceline.strategies import AsyncLocal, Local, make_strategy
 
     strategy = make_strategy(name)
-    if not isinstance(strategy, Local):
+    if not isinstance(strategy, Local | AsyncLocal):
         raise SystemExit(f"bench.local: {name!r} is no local strategy, nor one of {', '.join(SIDES)}")
-    return {"kind": "ours", "every": strategy.plan.every.least, "strategy": name}
+    every = strategy.every if isinstance(strategy, AsyncLocal) else strategy.plan.every.least
+    return {"kind": "ours", "every": every, "strategy": name}
 
 
 class Agreement:
@@ -74,12 +87,14 @@ class Agreement:
         self.model, self.forward, self.optimizer = model, model, optimizer
         self._strategy: Any = None
         self._samples = samples
+        self.computed: Callable[[], object] = lambda: None  # called after each backward
         if side["kind"] == "ours":
             from paceline.strategies import World, make_strategy
 
             self._group = network.members().subgroup(range(workers.SIZE))
-            self._world = World(self._group)
-            self._strategy = make_strategy(side["strategy"])
+            site = f"site-{2 * workers.RANK // workers.SIZE}"
+            self._world = World(self._group, wires=network.wires(), site=site)
+            self._strategy = make_strategy(side["strategy"], side.get("codec", ""))
             self._strategy.attach(model, optimizer, self._world)
         elif side["kind"] in ("ddp", "post_local"):
             workers.gloo()
@@ -94,6 +109,7 @@ class Agreement:
             self._world.tally.add(self._samples, self._samples)
         loss = loss_of(self.forward)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.computed()
         if self._strategy:
             if self._world.listen:
                 self._world.listen({"loss": loss.detach(), "tokens": self._samples})
@@ -179,13 +195,16 @@ class Training:
     def __init__(self, task: Task, side: dict[str, Any], lr: float, seed: int, total: int, case: str) -> None:
         torch.manual_seed(seed)
         self.task, self.lr, self.seed, self.total, self.case, self.done = task, lr, seed, total, case, 0
+        self.pace_s, self._began = 0.0, 0.0  # what the compute of a step takes at least, and when one began
         self.model = task.make().to(task.device)
         self.ranks = [workers.RANK]  # whose batches this member trains on
         if task.whole and side["kind"] == "ddp":
             side, self.ranks = SIDES["alone"], list(range(workers.SIZE)) if workers.RANK == 0 else []
         self.agreement = Agreement(self.model, task.optimizer(self.model, lr), side, task.batch)
+        self.agreement.computed = self._rest
 
     def step(self) -> None:
+        self._began = time.perf_counter()
         for group in self.agreement.optimizer.param_groups:
             group["lr"] = self.lr * self.task.share(self.done, self.total)
         if self.ranks:
@@ -193,6 +212,9 @@ class Training:
             x, y = (torch.cat(parts) for parts in zip(*drawn))
             self.agreement.step(lambda model: self.task.loss(model, (x, y)))
         self.done += 1
+
+    def _rest(self) -> None:
+        time.sleep(max(0.0, self._began + self.pace_s - time.perf_counter()))
 
     def measure(self, model: nn.Module) -> float:
         """What its batches' members measure on their shares of the held-out data."""
@@ -214,6 +236,18 @@ def train(steps: int) -> float:
     return float(training.agreement.look(training.measure, end=training.done >= training.total))
 
 
+def begin_paced(task: str, side: dict[str, Any], lr: float, seed: int, totals: list[int], paces: list[float]) -> None:
+    """A training in which this member takes its own number of steps, each of so many seconds."""
+    begin(task, side, lr, seed, totals[workers.RANK])
+    _training[0].pace_s = paces[workers.RANK]
+    dist.barrier()
+
+
+def train_paced() -> float:
+    """All of it; as `train`."""
+    return train(_training[0].total)
+
+
 def end() -> None:
     _training.pop().agreement.close()
 
@@ -226,5 +260,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "block": block,
     "begin": begin,
     "train": train,
+    "begin_paced": begin_paced,
+    "train_paced": train_paced,
     "end": end,
 }

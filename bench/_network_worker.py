@@ -236,6 +236,11 @@ def members() -> Any:
     return _groups[0]
 
 
+def wires() -> Any:
+    """Those that it is from."""
+    return _wires[0]
+
+
 def describe() -> str:
     """Open this member's own end of the wires; how the others will see it."""
     from paceline.transport.wires import Wires

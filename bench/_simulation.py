@@ -23,11 +23,12 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from bench import _delays
 from bench import _network_accuracy as fashion
+from bench.models import small_cnn
 from bench.team import Team, serve
 from paceline.core.errors import ConfigError
 from paceline.server.messages import Push, Rule
@@ -69,14 +70,6 @@ class Outcome(msgspec.Struct, kw_only=True):
     max_age: int = 0
     dropped: int = 0
     failed: str = ""  # why it ended before its time
-
-
-def small_cnn() -> nn.Module:
-    """106,122 parameters for 28 x 28 images."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(1568, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
 
 
 class Simulation:

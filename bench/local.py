@@ -22,7 +22,9 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +34,11 @@ import msgspec
 from bench import _local_averages as averages
 from bench import _local_tasks as tasks
 from bench import _local_torchft as peer
+from bench import _local_unlike as unlike
 from bench import _local_worker as worker
 from bench import _network_accuracy as fashion
 from bench import _network_worker as network
-from bench._local_quality import Job, Outcomes, Run, Runs, gap, run_all
+from bench._local_quality import Job, Outcomes, Run, Runs, gap, run_all, train
 from bench.harness import Figure, Report, arguments, compare, middle, short
 from bench.plot import Curve, draw
 from bench.team import Team, TeamError, serve
@@ -45,6 +48,7 @@ from paceline.testing.hosts import Hosts
 SIZE = 4
 RATES = ("10mbit", "100mbit", "1gbit")
 QUICK = ("alone", "ddp", "diloco", "sparse diloco")
+AT_SITES = ("alone", "ddp", "diloco", "sites")
 PEERS = ("alone", "ddp", "ddp post-local", "torchft diloco")
 ALLOWED = {"gpt": 0.02, "wide": 0.02, "cnn": 0.003}
 GOALS = {
@@ -63,7 +67,8 @@ def main() -> None:
     options = arguments(__doc__, _options)
     if options.worker:
         return _worker()
-    names = options.sides or (list(QUICK) if options.quick else list(worker.SIDES))
+    usual = list(QUICK) if options.quick else list(worker.SIDES)
+    names = options.sides or (list(AT_SITES) if options.sites else usual)
     chosen = options.tasks or (["cnn"] if options.quick else ["gpt", "cnn"])
     rates = options.rates or (["100mbit"] if options.quick else list(RATES))
     os.environ["BENCH_TEXT"], os.environ["BENCH_DEVICE"] = options.text, options.device
@@ -78,14 +83,20 @@ def main() -> None:
     learnt = _learnt(options, outcomes, chosen, [name for name in names if name != "alone"])
     if options.averages:
         averages.add_table(report, options, teams(options), partial(_start, options.limit_s), outcomes)
+    if options.unlike and (reason := Hosts.missing()):
+        report.note(f"unlike members are not timed: {reason}")
+    elif options.unlike:
+        for rate in rates:
+            unlike.add_figures(report, options, rate, partial(_on_hosts, rate, options.limit_s))
     times: dict[tuple[str, str], Times] = {}
     if reason := "--no-times" if options.no_times else Hosts.missing():
         report.note(f"steps are not timed: {reason}")
     else:
         times = _timed(report, options, chosen, rates, names)
     for task in chosen:
-        _add_figures(report, task, {rate: times[task, rate] for rate in rates if (task, rate) in times}, learnt[task])
-        if options.plot:
+        taken = {rate: times[task, rate] for rate in rates if (task, rate) in times}
+        _add_figures(report, task, taken, learnt[task], sites=options.sites)
+        if options.plot and not options.sites:
             _plot(Path(options.plot), task, {r: times[task, r] for r in rates if (task, r) in times}, learnt[task])
     if {"gpt", "wide"} & set(chosen):
         report.note(f"text: {tasks.text()[1]}; AdamW inside, for all sides alike")
@@ -102,6 +113,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sides", nargs="+", metavar="SIDE", help=f"strategies in words, or of {', '.join(worker.SIDES)}"
     )
+    parser.add_argument("--sites", action="store_true", help="time two sites of two members, in place of four hosts")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="of a training; else as the task has it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, of the training")
@@ -114,6 +126,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--outcomes", metavar="FILE", help="keeps what the sides have learnt: runs that it has are not made again"
     )
     parser.add_argument("--averages", action="store_true", help="also the table of averages")
+    parser.add_argument("--unlike", action="store_true", help="also four members of unlike speeds, in real time")
     parser.add_argument("--no-times", action="store_true", help="train only")
     parser.add_argument("--no-training", action="store_true", help="time only, beside what --outcomes has")
     parser.add_argument("--torchft", default="", metavar="PYTHON", help="one that has torchft: time its DiLoCo too")
@@ -126,6 +139,21 @@ def _worker() -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")  # on a GPU: TF32
     serve(worker.FUNCTIONS)
+
+
+@contextmanager
+def _on_hosts(rate: str, limit_s: float) -> Iterator[Team]:
+    """Four members on hosts of their own, connected; from then on at this rate."""
+    with Hosts(SIZE) as hosts, _team(_places(hosts), "eth0", limit_s) as team:
+        team.call("connect", described=team.call("describe"))
+        _shape(hosts, rate)
+        yield team
+
+
+def _places(hosts: Hosts) -> list[tuple[list[str], str, str]]:
+    """Of the members, spread evenly over the hosts."""
+    on = [rank * hosts.count // SIZE for rank in range(SIZE)]
+    return [(["ip", "netns", "exec", hosts._spaces[i]], f"h{i}", hosts.ips[i]) for i in on]
 
 
 def _start(limit_s: float) -> Team:
@@ -151,13 +179,35 @@ def _learnt(options: argparse.Namespace, outcomes: Outcomes, chosen: list[str], 
         for task in chosen:
             total = options.steps or (60 if options.quick else tasks.TASKS[task].steps)
             jobs += [Job(task, name, worker.side(name), seed, tasks.TASKS[task].lr, total) for name in names]
+    peers = [_peers_job(seed, options) for seed in range(seeds)] if "cnn" in chosen and not options.quick else []
     if options.no_training:
         jobs = [job for job in jobs if job in outcomes]
+    elif options.torchft:
+        _train_torchft(options.torchft, [job for job in peers if job not in outcomes], outcomes)
     found = run_all(jobs, teams(options), partial(_start, options.limit_s), outcomes)
+    found |= {job.key: outcomes[job] for job in peers if job in outcomes}
     runs: dict[str, Runs] = {task: {} for task in chosen}
     for (task, name, _, _), run in found.items():
         runs[task].setdefault(name, []).append(run)
     return runs
+
+
+def _peers_job(seed: int, options: argparse.Namespace) -> Job:
+    """torchft's, on the CPU, so that it learns images alone; whole rounds of it."""
+    task = tasks.TASKS["cnn"]
+    total = math.ceil((options.steps or task.steps) / peer.EVERY) * peer.EVERY
+    side = {"kind": "torchft", "every": peer.EVERY, "look": peer.EVERY}
+    return Job("cnn", "torchft diloco", side, seed, task.lr, total)
+
+
+def _train_torchft(python: str, jobs: list[Job], outcomes: Outcomes) -> None:
+    for job in jobs:
+        try:
+            with peer.start(peer.on_this_host(SIZE), python, "lo") as team:
+                outcomes.add(job, train(team, job))
+            print(f"{job.words}: {outcomes[job].final:.4f} at the end", flush=True)
+        except TeamError as error:
+            print(f"a run failed: {error}", file=sys.stderr, flush=True)
 
 
 def teams(options: argparse.Namespace) -> int:
@@ -194,9 +244,8 @@ def _measure(task: str, compute: network.Compute, rate: str, names: list[str], o
     link."""
     repeats, sides = 1 if options.quick else 2, {name: worker.side(name) for name in names}
     times: Times = {name: [] for name in sides}
-    with Hosts(SIZE) as hosts:
-        places = [(["ip", "netns", "exec", space], f"h{i}", hosts.ips[i]) for i, space in enumerate(hosts._spaces)]
-        with _team(places, "eth0", options.limit_s) as team:
+    with Hosts(2 if options.sites else SIZE) as hosts:
+        with _team(_places(hosts), "eth0", options.limit_s) as team:
             team.call("connect", described=team.call("describe"))
             for repeat in range(repeats):
                 for name in list(sides) if repeat % 2 == 0 else reversed(list(sides)):
@@ -210,10 +259,11 @@ def _measure(task: str, compute: network.Compute, rate: str, names: list[str], o
                         team.call("block", name=name, steps=side["every"], hurry=True)
                     times[name].append(_block(team, name, side["every"]))
                     team.call("drop", name=name)
-        if options.torchft:
+        if options.torchft and not options.sites:
             _shape(hosts, None)
             try:
-                with peer.start(hosts, options.torchft, task, compute.step_s) as team:
+                with peer.start(peer.on_hosts(hosts), options.torchft, "eth0") as team:
+                    team.call("make", task=task, step_s=compute.step_s)
                     team.call("block", steps=peer.EVERY, hurry=True)
                     _shape(hosts, rate)
                     times["torchft diloco"] = [_block(team, "", peer.EVERY) for _ in range(repeats)]
@@ -223,7 +273,7 @@ def _measure(task: str, compute: network.Compute, rate: str, names: list[str], o
 
 
 def _shape(hosts: Hosts, rate: str | None) -> None:
-    for host in range(SIZE):
+    for host in range(hosts.count):
         hosts.set_rate(host, rate)
 
 
@@ -259,8 +309,8 @@ def seconds(taken: list[dict[str, float]]) -> list[float]:
 # ---- figures
 
 
-def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Runs) -> None:
-    end = "" if task == "gpt" else f"_{task}"
+def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Runs, *, sites: bool = False) -> None:
+    end = ("_sites" if sites else "") + ("" if task == "gpt" else f"_{task}")
     rising = tasks.TASKS[task].rising
     counts = _steps_to_target(report, task, learnt)
     for rate, taken in times.items():
@@ -281,7 +331,8 @@ def _add_figures(report: Report, task: str, times: dict[str, Times], learnt: Run
             if side in taken and "alone" in taken:
                 figure = compare(f"{name}{end}", seconds(taken[side]), seconds(taken["alone"]))
                 report.add(replace(figure, ours=f"{side} at {slowest}, {figure.ours}", goal=GOALS["compute_share"]))
-        for side, name in ("diloco", "bytes_ratio"), ("sparse diloco", "bytes_ratio_sparse"):
+        ratios = [("diloco", "bytes_ratio"), ("sparse diloco", "bytes_ratio_sparse")]
+        for side, name in [("sites", "bytes_ratio")] if sites else ratios:
             if side in taken and "ddp" in taken:
                 sent = {n: statistics.mean(t["sent_bytes"] for t in taken[n]) for n in (side, "ddp")}
                 words = {n: f"{n} {short(value / 1e3)} kB/step" for n, value in sent.items()}

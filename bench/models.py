@@ -91,6 +91,14 @@ def small_gpt() -> nn.Module:
     return GPT(vocabulary=512, context=64, width=256, heads=8, layers=4)
 
 
+def small_cnn() -> nn.Module:
+    """106,122 parameters for 28 x 28 images."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(1568, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
 def fashion_cnn() -> nn.Module:
     """1.2M parameters for 28 x 28 images: two convolutions and two linear layers, as in PyTorch's MNIST example."""
     return nn.Sequential(

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from bench import _delays
 from bench import _network_accuracy as fashion
-from bench._simulation import Outcome, Plan, Simulation, small_cnn
+from bench._simulation import Outcome, Plan, Simulation
+from bench.models import small_cnn
 
 
 @pytest.fixture(autouse=True)
