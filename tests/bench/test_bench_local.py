@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import nn
 
 from bench import _local_tasks as tasks
 from bench import _local_torchft as peer
+from bench import _local_unlike as unlike
 from bench import _local_worker as worker
 from bench import local, workers
 from bench._local_quality import Run
@@ -116,6 +118,22 @@ def test_a_torchft_that_is_not_there_is_named_before_anything_is_measured(tmp_pa
     assert str(tmp_path / "torchft_lighthouse") in peer.missing(str(python))
     (tmp_path / "torchft_lighthouse").touch(0o755)
     assert peer.missing(str(python)) == ""
+
+
+@pytest.mark.parametrize("total", [60, 1000, 1001])
+def test_unlike_members_take_as_many_batches_as_they_are_fast(total: int) -> None:
+    steps = unlike.shares(total)
+    assert sum(steps) == 4 * total
+    assert [n / steps[0] for n in steps] == pytest.approx(list(unlike.SPEEDS), rel=0.05)
+
+
+def test_a_paced_step_takes_its_time(task: tasks.Task) -> None:
+    with as_member(0):
+        training = worker.Training(task, worker.SIDES["alone"], 0.5, seed=3, total=5, case="")
+    training.pace_s = 0.2
+    began = time.perf_counter()
+    training.step()
+    assert time.perf_counter() - began >= 0.2
 
 
 def _block(seconds: float) -> list[dict[str, float]]:
