@@ -10,9 +10,11 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from _serving import Served, until
+from _serving import NET, Served, made, until, weights
+from safetensors.torch import save_file
 
 X = [[[1, 2, 3], [4, 5, 6]]]
 
@@ -188,3 +190,36 @@ def test_an_unknown_run_is_said(tmp_path: Path) -> None:
         assert served.process.wait(120) == 2
         served._reader.join(10)
         assert "'nothing' is no run" in served.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_is_pinned_stays_so_when_the_server_is_started_again(tmp_path: Path) -> None:
+    """Also where its weights are gone from the source, and where another model cannot take it."""
+    file = weights(tmp_path)
+    with Served(tmp_path, "--replicas", "1") as served:
+        served.wait()
+        before = served.predict(X)[1]
+        tensors = {name: tensor + 1 for name, tensor in made().state_dict().items()}
+        save_file(tensors, file.with_suffix(".part"))
+        file.with_suffix(".part").replace(file)
+        until(lambda: served.predict(X)[1]["version"] == 2)
+        assert served.ask("POST", "/versions/pin", b'{"version": 1}')[0] == 200
+        until(lambda: served.predict(X)[1] == before)
+        served.process.kill()
+    with Served(tmp_path, "--replicas", "1") as served:
+        served.wait()
+        assert served.predict(X)[1] == before
+        assert "serves version 1 until it is unpinned" in served.text
+        assert served.stop() == 0
+    small = NET + "\ndef make_small():\n    return nn.Sequential(nn.Flatten(), nn.Linear(6, 3))\n"
+    (tmp_path / "net.py").write_text(small)
+    net: dict[str, Any] = {}
+    exec(small, net)
+    save_file(net["make_small"]().state_dict(), file)
+    with Served(tmp_path, "--replicas", "1", "--model", "net.py:make_small") as served:
+        served.wait()
+        assert served.predict(X)[0] == 200
+        assert "at which an earlier server was pinned, cannot be served" in served.text
+        assert served.ask("POST", "/versions/unpin")[0] == 200
+    assert not file.with_name(f"{file.name}.serving").exists()

@@ -188,7 +188,7 @@ async def _body(request: Request, most: int) -> bytes:
             if len(pieces) > most:
                 raise Refused(413, f"the body has more than {most} bytes, which are allowed")
     except ClientDisconnect:  # or what came was no HTTP any more
-        if LATE in request.scope:
+        if LATE in request.scope["state"]:
             raise Refused(408, "the body has not come to its end in time") from None
         raise Refused(400, "the body was cut off") from None
     return bytes(pieces)
