@@ -7,14 +7,21 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from _serving import NET, Served, made, until, weights
 from safetensors.torch import save_file
+
+from paceline.serve.messages import Drain
+from paceline.serve.replica import SETTINGS, SHELF
+from paceline.serve.settings import Settings
 
 X = [[[1, 2, 3], [4, 5, 6]]]
 
@@ -80,6 +87,29 @@ def test_signals_that_come_again_leave_nothing_behind(tmp_path: Path) -> None:
             time.sleep(0.02)
         # Its exit code is that of a signal where one met the interpreter when all was put away.
         assert not list((tmp_path / "private").glob("*paceline*"))
+
+
+@pytest.mark.slow
+def test_a_replica_that_waits_for_its_first_version_ends_when_it_is_told(tmp_path: Path) -> None:
+    """By itself: the parent would kill it, some seconds later."""
+    (tmp_path / "net.py").write_text(NET)
+    private = tmp_path / "private"
+    (private / SHELF).mkdir(parents=True)
+    (private / SETTINGS).write_bytes(msgspec.json.encode(Settings(model=f"{tmp_path}/net.py:make")))
+    talk, their_talk = socket.socketpair()
+    lane, their_lane = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with talk, lane, their_talk, their_lane:
+        ends = (their_talk.fileno(), their_lane.fileno())
+        words = [sys.executable, "-m", "paceline.serve.replica", str(private), *map(str, ends)]
+        process = subprocess.Popen(words, pass_fds=ends)
+        try:
+            until(lambda: (private / "choice.json").exists())
+            told = msgspec.msgpack.encode(Drain())
+            talk.sendall(len(told).to_bytes(4, "little") + told)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow
