@@ -240,7 +240,7 @@ def test_what_is_pinned_stays_so_when_the_server_is_started_again(tmp_path: Path
     with Served(tmp_path, "--replicas", "1") as served:
         served.wait()
         assert served.predict(X)[1] == before
-        assert "serves version 1 until it is unpinned" in served.text
+        assert "serves version 1, which was pinned before this start, until it is unpinned" in served.text
         assert served.stop() == 0
     small = NET + "\ndef make_small():\n    return nn.Sequential(nn.Flatten(), nn.Linear(6, 3))\n"
     (tmp_path / "net.py").write_text(small)
@@ -250,6 +250,6 @@ def test_what_is_pinned_stays_so_when_the_server_is_started_again(tmp_path: Path
     with Served(tmp_path, "--replicas", "1", "--model", "net.py:make_small") as served:
         served.wait()
         assert served.predict(X)[0] == 200
-        assert "at which an earlier server was pinned, cannot be served" in served.text
+        assert "which was pinned before this start, cannot be served" in served.text
         assert served.ask("POST", "/versions/unpin")[0] == 200
     assert not file.with_name(f"{file.name}.serving").exists()

@@ -324,7 +324,7 @@ def test_what_was_ordered_outlives_the_shelf(tmp_path: Path) -> None:
         with server(shelf := shelves[number - 6], fed := Fed()) as keeper:
             assert (shelf.current(), keeper.state().pinned) == (2, 2)
             assert value(shelf, 2) == 2.0
-            assert said == ["serves version 2 until it is unpinned, since an earlier server was pinned"]
+            assert said == ["serves version 2, which was pinned before this start, until it is unpinned"]
             fed.feed(whole(number, float(number)))
             until(lambda: len(keeper.state().versions) == 2)
             assert shelf.current() == 2  # its source has only newer ones
@@ -368,7 +368,7 @@ def test_a_pinned_version_that_is_not_there_any_more_is_told(tmp_path: Path) -> 
     def garbage() -> None:
         (place / "orders.json").write_text("{")
 
-    cannot = "version 1, at which an earlier server was pinned, cannot be served: run digits is followed"
+    cannot = "version 1, which was pinned before this start, cannot be served: run digits is followed"
     ways = {gone: cannot, torn: cannot, other_model: cannot, garbage: "what was ordered before does not count, since"}
     for number, (spoil, told) in enumerate(ways.items()):
         shutil.rmtree(place, ignore_errors=True)
@@ -420,7 +420,7 @@ def test_a_pause_before_there_was_a_version_is_kept_and_told(tmp_path: Path) -> 
     said: list[str] = []
     with kept(tmp_path / "b", fed := Fed(), kept=Kept(tmp_path / "orders"), say=said.append) as keeper:
         fed.feed(whole(1, 1.0))
-        assert said == ["serves nothing until it is resumed, since an earlier server was paused"]
+        assert said == ["serves nothing until it is resumed"]
         assert "paused before there was a version: resume it" in keeper.state().source
         keeper.resume()
         until(lambda: keeper.state().current == 1)

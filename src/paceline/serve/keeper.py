@@ -256,14 +256,14 @@ class Keeper:
 
     def _tell_orders(self, before: Orders, now: Orders) -> None:
         """Which orders of an earlier process count, and which cannot."""
-        stop = "pinned" if before.pinned is not None else "paused" if before.paused else ""
-        if stop and before.serving != now.serving:
+        was = "was pinned" if before.pinned is not None else "was served in a pause" if before.paused else ""
+        if was and before.serving != now.serving:
             goes_on = f"version {now.serving} is served" if now.serving else f"{self._source.what} is followed"
-            self._say(f"version {before.serving}, at which an earlier server was {stop}, cannot be served: {goes_on}")
-        elif stop:
-            until = "unpinned" if now.pinned is not None else "resumed"
-            what = f"version {now.serving}" if now.serving else "nothing"
-            self._say(f"serves {what} until it is {until}, since an earlier server was {stop}")
+            self._say(f"version {before.serving}, which {was} before this start, cannot be served: {goes_on}")
+        elif was:
+            until = "unpinned" if before.pinned is not None else "resumed"
+            what = f"version {now.serving}, which {was} before this start," if now.serving else "nothing"
+            self._say(f"serves {what} until it is {until}")
 
     def _refuse(
         self,
