@@ -92,7 +92,7 @@ def _write(kept: Shelf, shelf: Shelf) -> None:
     if served:
         served = replace(served, metric=None)  # the next start may measure another
         if served not in kept.versions():
-            kept.put(served, shelf.read(served.number))
+            kept.take(shelf, served)
     kept.order(orders)
     for version in kept.versions():
         if version.number != orders.serving:
