@@ -222,7 +222,7 @@ class Replica:
         return reply.status, reply.kind, reply.body
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory, talk, lane = argv
