@@ -16,6 +16,7 @@ import math
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -133,7 +134,12 @@ def main() -> None:
     with started("run", "-n", "2", "--strategy", "async", "--name", "online", *quiet, str(SCRIPT)) as run:
         while not Path("runs/online/desk.json").exists() and run.poll() is None:
             time.sleep(0.1)
-        with started(*serving) as one, started(*serving) as other:
+        # What the other is ordered is not for the next server of this run.
+        with (
+            tempfile.TemporaryDirectory() as orders,
+            started(*serving) as one,
+            started(*serving, "--orders", orders) as other,
+        ):
             follows, stays = address(one), address(other)
             print(f"watch it at {follows}/", flush=True)
             accuracy = live(options, follows, stays)

@@ -7,12 +7,21 @@ import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from _serving import Served, until
+from _serving import NET, Served, made, until, weights
+from safetensors.torch import save_file
+
+from paceline.serve.messages import Drain
+from paceline.serve.replica import SETTINGS, SHELF
+from paceline.serve.settings import Settings
 
 X = [[[1, 2, 3], [4, 5, 6]]]
 
@@ -78,6 +87,29 @@ def test_signals_that_come_again_leave_nothing_behind(tmp_path: Path) -> None:
             time.sleep(0.02)
         # Its exit code is that of a signal where one met the interpreter when all was put away.
         assert not list((tmp_path / "private").glob("*paceline*"))
+
+
+@pytest.mark.slow
+def test_a_replica_that_waits_for_its_first_version_ends_when_it_is_told(tmp_path: Path) -> None:
+    """By itself: the parent would kill it, some seconds later."""
+    (tmp_path / "net.py").write_text(NET)
+    private = tmp_path / "private"
+    (private / SHELF).mkdir(parents=True)
+    (private / SETTINGS).write_bytes(msgspec.json.encode(Settings(model=f"{tmp_path}/net.py:make")))
+    talk, their_talk = socket.socketpair()
+    lane, their_lane = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with talk, lane, their_talk, their_lane:
+        ends = (their_talk.fileno(), their_lane.fileno())
+        words = [sys.executable, "-m", "paceline.serve.replica", str(private), *map(str, ends)]
+        process = subprocess.Popen(words, pass_fds=ends)
+        try:
+            until(lambda: (private / "choice.json").exists())
+            told = msgspec.msgpack.encode(Drain())
+            talk.sendall(len(told).to_bytes(4, "little") + told)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow
@@ -188,3 +220,36 @@ def test_an_unknown_run_is_said(tmp_path: Path) -> None:
         assert served.process.wait(120) == 2
         served._reader.join(10)
         assert "'nothing' is no run" in served.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_is_pinned_stays_so_when_the_server_is_started_again(tmp_path: Path) -> None:
+    """Also where its weights are gone from the source, and where another model cannot take it."""
+    file = weights(tmp_path)
+    with Served(tmp_path, "--replicas", "1") as served:
+        served.wait()
+        before = served.predict(X)[1]
+        tensors = {name: tensor + 1 for name, tensor in made().state_dict().items()}
+        save_file(tensors, file.with_suffix(".part"))
+        file.with_suffix(".part").replace(file)
+        until(lambda: served.predict(X)[1]["version"] == 2)
+        assert served.ask("POST", "/versions/pin", b'{"version": 1}')[0] == 200
+        until(lambda: served.predict(X)[1] == before)
+        served.process.kill()
+    with Served(tmp_path, "--replicas", "1") as served:
+        served.wait()
+        assert served.predict(X)[1] == before
+        assert "serves version 1, which was pinned before this start, until it is unpinned" in served.text
+        assert served.stop() == 0
+    small = NET + "\ndef make_small():\n    return nn.Sequential(nn.Flatten(), nn.Linear(6, 3))\n"
+    (tmp_path / "net.py").write_text(small)
+    net: dict[str, Any] = {}
+    exec(small, net)
+    save_file(net["make_small"]().state_dict(), file)
+    with Served(tmp_path, "--replicas", "1", "--model", "net.py:make_small") as served:
+        served.wait()
+        assert served.predict(X)[0] == 200
+        assert "which was pinned before this start, cannot be served" in served.text
+        assert served.ask("POST", "/versions/unpin")[0] == 200
+    assert not file.with_name(f"{file.name}.serving").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import select
@@ -14,10 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+import uvicorn
 from _serving import NET, Served, made, until, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
+from uvicorn.server import ServerState
+
+from paceline.serve import fast_lane
+from paceline.serve.app import make_app
+from paceline.serve.counts import Counts
+from paceline.serve.fast_lane import FastLane
+from paceline.serve.labelled import Labelled
+from paceline.serve.predict import Predict
+from paceline.serve.settings import Settings
 
 JSON = {"Content-Type": "application/json"}
 TENSORS = {"Content-Type": "application/x-safetensors"}
@@ -319,6 +330,42 @@ def byte_by_byte(port: int, whole: bytes, slow: bytes) -> tuple[bytes, float]:
     return got, time.monotonic() - began
 
 
+@pytest.mark.parametrize("length", ["Content-Length: 300000", "Transfer-Encoding: chunked"])
+def test_a_body_that_the_app_waits_for_in_vain_is_counted_as_late(monkeypatch: pytest.MonkeyPatch, length: str) -> None:
+    async def one_late() -> tuple[bytes, dict[int, int]]:
+        loop, counts = asyncio.get_running_loop(), Counts()
+        wanted = Settings(model="")
+        lanes: list[FastLane] = []
+        monkeypatch.setattr(FastLane, "predict", Predict(wanted, counts), raising=False)
+        monkeypatch.setattr(FastLane, "closed", lambda *_: None, raising=False)
+        app = make_app(FastLane.predict, Labelled(wanted), None, lambda: "")  # type: ignore[arg-type]
+        config = uvicorn.Config(app, http=FastLane, ws="none", lifespan="off", log_config=None)
+        config.load()
+
+        def protocol() -> FastLane:
+            lanes.append(FastLane(config=config, server_state=ServerState(), app_state={}, _loop=loop))
+            return lanes[-1]
+
+        listening = await loop.create_server(protocol, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        writer.write(f"POST /predict HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n1".encode())
+        while not (lanes and lanes[0].cycle):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(fast_lane, "WHOLE_S", 0.0)
+        await asyncio.sleep(0.01)
+        lanes[0].tend()
+        answer = await reader.read()
+        while not counts.requests:
+            await asyncio.sleep(0.01)
+        writer.close()
+        listening.close()
+        return answer, counts.requests
+
+    answer, counted = asyncio.run(asyncio.wait_for(one_late(), 30))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert counted == {408: 1}
+
+
 @pytest.mark.slow
 def test_a_request_that_does_not_come_to_its_end_is_let_go(tmp_path: Path) -> None:
     """However often a byte comes; one that is computed for longer is not meant."""
@@ -327,6 +374,8 @@ def test_a_request_that_does_not_come_to_its_end_is_let_go(tmp_path: Path) -> No
     head, end = request(b" " * 300)[:-300], b" " * 299
     page = f"GET /status HTTP/1.1\r\nHost: localhost\r\nX-Long: {'x' * 300}".encode()
     chunked = b"POST /learn HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n200\r\n"
+    pieces = chunked.replace(b"/learn", b"/predict")
+    large = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300000\r\n\r\n"
     order = b"POST /versions/pin HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300\r\n\r\n"
     good = request(json.dumps({"inputs": [[[1, 2, 3], [4, 5, 6]]]}).encode())
     ways = {
@@ -336,6 +385,8 @@ def test_a_request_that_does_not_come_to_its_end_is_let_go(tmp_path: Path) -> No
         "another page": (b"", page),
         "after another page": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + order, end),
         "chunk": (chunked, end),
+        "chunk of a question": (pieces, end),  # which the app counts, not the fast lane
+        "large body": (large, end),
         "silent": (head, b""),
     }
     options = ("--replicas", "1", "--max-batch-size", "1", "--model", "net.py:make_thinks")
@@ -353,7 +404,8 @@ def test_a_request_that_does_not_come_to_its_end_is_let_go(tmp_path: Path) -> No
                 name in ("the second on its connection", "after another page")
             )
             assert 1.5 < took_s < 40, name
-        assert served.metric("requests_total", 'code="408"') == 4
+        assert served.metric("requests_total", 'code="408"') == 6
+        assert served.metric("requests_total", 'code="400"') == 0
         assert served.predict([[[1, 2, 3], [4, 5, 600]]])[0] == 200
 
 

@@ -22,8 +22,9 @@ from paceline.core.errors import ConfigError, Interrupted
 from paceline.serve import keeper as keeper_module
 from paceline.serve.holdout import Holdout
 from paceline.serve.keeper import Keeper, Rules
+from paceline.serve.kept import Kept
 from paceline.serve.places import Unfit
-from paceline.serve.shelf import Shelf
+from paceline.serve.shelf import Shelf, Version
 from paceline.serve.sources.source import Source, Update
 
 
@@ -33,6 +34,7 @@ class Fed:
     what = "run digits"
     ended = ""
     note = ""
+    orders = None
 
     def __init__(self) -> None:
         self._items: list[Update | Exception] = []
@@ -301,6 +303,127 @@ def test_another_start_with_the_same_directory_goes_on(tmp_path: Path) -> None:
         assert "tensors-00000004" in state.refusals[0].reason
         assert [v.number for v in state.versions] == [2, 3]
         assert state.current == 2  # 3 was rolled back
+
+
+def test_what_was_ordered_outlives_the_shelf(tmp_path: Path) -> None:
+    place, said = tmp_path / "orders", list[str]()
+    shelves = [Shelf(tmp_path / name, keep=3) for name in "abcd"]
+
+    def server(shelf: Shelf, fed: Fed) -> contextlib.AbstractContextManager[Keeper]:
+        return kept(shelf.directory, fed, kept=Kept(place), say=said.append)
+
+    with server(shelves[0], fed := Fed()) as keeper:
+        for number in (1, 2, 3):
+            fed.feed(part(number, float(number)) if number > 1 else whole(number, 1.0))
+            until(lambda number=number: shelves[0].current() == number)  # type: ignore[misc]
+        assert not place.exists()  # nothing is ordered
+        keeper.pin(2)
+        assert not keeper.state().note
+    for number in (7, 8):  # twice: it goes on being kept
+        del said[:]
+        with server(shelf := shelves[number - 6], fed := Fed()) as keeper:
+            assert (shelf.current(), keeper.state().pinned) == (2, 2)
+            assert (value(shelf, 2), value(shelf, 2, "1.bias")) == (2.0, 1.0)  # which lie in two files
+            assert said == ["serves version 2, which was pinned before this start, until it is unpinned"]
+            fed.feed(whole(number, float(number)))
+            until(lambda: len(keeper.state().versions) == 2)
+            assert shelf.current() == 2  # its source has only newer ones
+            assert keeper.state().versions[-1].number == 3
+            if number == 8:
+                keeper.unpin()
+                assert (shelf.current(), place.exists()) == (3, False)
+                keeper.roll_back()
+                assert (shelf.current(), place.exists()) == (2, True)
+    with server(shelves[3], fed := Fed()) as keeper:
+        assert (shelves[3].current(), keeper.state().paused) == (2, True)
+        keeper.resume()
+        assert not place.exists()
+        fed.feed(whole(9, 9.0))
+        until(lambda: shelves[3].current() == 4)  # no number that had another meaning before
+        keeper.pause()
+        keeper.pin(2)
+        keeper.resume()  # it is pinned still
+        assert [version.number for version in Shelf(place).versions()] == [2]
+
+
+def test_a_pinned_version_that_is_not_there_any_more_is_told(tmp_path: Path) -> None:
+    place = tmp_path / "orders"
+    with kept(tmp_path / "a", fed := Fed(), kept=Kept(place)) as keeper:
+        fed.feed(whole(1, 1.0))
+        until(lambda: keeper.state().current == 1)
+        keeper.pin(1)
+    good = tmp_path / "good"
+    shutil.copytree(place, good)
+
+    def gone() -> None:
+        (place / "version-00000001.json").unlink()
+
+    def torn() -> None:
+        path = place / "tensors-00000001.safetensors"
+        path.write_bytes(path.read_bytes()[:-5])
+
+    def other_model() -> None:
+        Shelf(place).put(Version(number=1, source_version=1, made_at=0.0), {"other": torch.zeros(1)})
+
+    def garbage() -> None:
+        (place / "orders.json").write_text("{")
+
+    cannot = "version 1, which was pinned before this start, cannot be served: run digits is followed"
+    ways = {gone: cannot, torn: cannot, other_model: cannot, garbage: "what was ordered before does not count, since"}
+    for number, (spoil, told) in enumerate(ways.items()):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(good, place)
+        spoil()
+        said: list[str] = []
+        with kept(tmp_path / str(number), fed := Fed(), kept=Kept(place), say=said.append) as keeper:
+            assert any(line.startswith(told) for line in said), (spoil, said)
+            assert keeper.state().pinned is None
+            fed.feed(whole(5, 5.0))
+            until(lambda: keeper.state().current > 0)
+            number = keeper.state().current
+            assert place.exists()  # for a start with the model that it is of
+            keeper.pin(number)
+            assert Shelf(place).orders().pinned == number
+            keeper.unpin()
+            assert not place.exists()
+
+
+def test_orders_that_cannot_be_kept_count_and_say_so(tmp_path: Path) -> None:
+    place = tmp_path / "orders"
+    with kept(tmp_path / "a", fed := Fed(), kept=Kept(place)) as first:
+        fed.feed(whole(1, 1.0))
+        until(lambda: first.state().current == 1)
+        first.pin(1)
+        for number, (where, why) in enumerate(
+            [
+                (place, f"another one has {place}"),
+                (None, "--orders DIR keeps it"),
+                (tmp_path / "no" / "where", "cannot be"),
+            ]
+        ):
+            with kept(tmp_path / f"shelf-{number}", fed := Fed(), kept=Kept(where)) as other:
+                assert other.state().pinned == (1 if where == place else None)  # it begins with what is kept
+                fed.feed(whole(2, 2.0))
+                until(lambda other=other: other.state().versions[-1:])  # type: ignore[misc]
+                other.unpin()
+                other.pause()
+                assert (other.state().paused, why in other.state().note) == (True, True), other.state().note
+                other.resume()
+                assert not other.state().note or where == place
+        assert Shelf(place).orders().pinned == 1
+        assert value(Shelf(place), 1) == 1.0
+
+
+def test_a_pause_before_there_was_a_version_is_kept_and_told(tmp_path: Path) -> None:
+    with kept(tmp_path / "a", Fed(), kept=Kept(tmp_path / "orders")) as keeper:
+        keeper.pause()
+    said: list[str] = []
+    with kept(tmp_path / "b", fed := Fed(), kept=Kept(tmp_path / "orders"), say=said.append) as keeper:
+        fed.feed(whole(1, 1.0))
+        assert said == ["serves nothing until it is resumed"]
+        assert "paused before there was a version: resume it" in keeper.state().source
+        keeper.resume()
+        until(lambda: keeper.state().current == 1)
 
 
 def test_at_most_one_version_in_so_many_seconds(tmp_path: Path) -> None:

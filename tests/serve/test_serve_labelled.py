@@ -67,7 +67,7 @@ def test_safetensors_and_json_make_the_same_samples() -> None:
     ("status", "body", "words"),
     [
         (422, {"inputs": [[1, 2]]}, "labels"),
-        (422, {"inputs": [[1, 2]], "labels": [0, 1]}, "labels has 2 items"),
+        (422, {"inputs": [[1, 2]], "labels": [0, 1]}, "labels has 2 items and x 1: give as many of each"),
         (422, {"inputs": [[1, 2]], "labels": [3]}, "no class 3, the model has 3"),
         (422, {"inputs": [[1, 2]], "labels": [-1]}, "no class -1"),
         (422, {"inputs": [[1, 2]], "labels": [0.5]}, "wanted"),

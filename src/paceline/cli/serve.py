@@ -146,6 +146,12 @@ def _parser() -> Parser:
         "--metric", parse=str, metavar="NAME", help="on the holdout: accuracy, loss, FILE:FUNCTION (accuracy)"
     )
     parser.option("--tolerance", parse=seconds(0), metavar="X", default=0.0, help="by how much one may be worse (0)")
+    parser.option(
+        "--orders",
+        parse=str,
+        metavar="DIR",
+        help="in which what is pinned or paused is kept for the next start (beside what is served)",
+    )
     parser.option("--root", parse=str, metavar="DIR", default=RunSettings().root, help="where runs live (runs)")
     parser.add_argument(
         "what", metavar="RUN|CHECKPOINT", help="a run's name or directory, a checkpoint, or a .safetensors file"
@@ -174,6 +180,7 @@ def _one_of(words: tuple[str, ...]) -> Callable[[str], str]:
 def _serve(given: Namespace) -> int:
     from paceline.serve import house
     from paceline.serve.keeper import Keeper, Rules
+    from paceline.serve.kept import Kept
     from paceline.serve.learner import make_learner
     from paceline.serve.prepare import make_model
     from paceline.serve.settings import Settings
@@ -184,6 +191,7 @@ def _serve(given: Namespace) -> int:
     run_token = os.environ.get("PACELINE_TOKEN", "") if ":" in given.what else ""
     source = make_source(given.what, root=Path(given.root), token=run_token, codec=given.codec)
     holdout = _holdout(given)
+    kept = Kept(_orders(given.orders) if given.orders else source.orders)
     listener = _listen(given.host, given.port)
     model, _, _ = make_model(given.model)
     settings = Settings(
@@ -218,9 +226,18 @@ def _serve(given: Namespace) -> int:
         _say(where_from)
 
     def make_keeper(shelf: Path) -> Keeper:
-        return Keeper(Shelf(shelf), source, Rules(every_s=given.every_s), model=model, holdout=holdout, say=_say)
+        rules = Rules(every_s=given.every_s)
+        return Keeper(Shelf(shelf), source, rules, model=model, holdout=holdout, kept=kept, say=_say)
 
     return house.serve(settings, listener, make_keeper, make_learner(source), say=_say, started=started)
+
+
+def _orders(text: str) -> Path:
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--orders {text!r} is no directory: {error.strerror}") from None
+    return Path(text) / "serving"
 
 
 def _replicas(device: str) -> int:

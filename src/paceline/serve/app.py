@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.serve import description
+from paceline.serve.fast_lane import LATE
 from paceline.serve.fields import Field
 from paceline.serve.labelled import Labelled
 from paceline.serve.page import Page, make_docs, make_page
@@ -172,7 +173,8 @@ class _Guard:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """At most so many bytes; 413 as soon as more are announced or come, 400 where the rest does not.
+    """At most so many bytes; 413 as soon as more are announced or come, 400 where the rest does not, 408 where we have
+    waited for it long enough (who asked has heard that: it is for the counts).
 
     Of a body that is refused the rest is read and thrown away: who is still sending when we close loses the answer.
     """
@@ -186,6 +188,8 @@ async def _body(request: Request, most: int) -> bytes:
             if len(pieces) > most:
                 raise Refused(413, f"the body has more than {most} bytes, which are allowed")
     except ClientDisconnect:  # or what came was no HTTP any more
+        if LATE in request.scope["state"]:
+            raise Refused(408, "the body has not come to its end in time") from None
         raise Refused(400, "the body was cut off") from None
     return bytes(pieces)
 

@@ -201,6 +201,10 @@ def _checked(arrays: list[np.ndarray[Any, Any]], fields: Sequence[Field]) -> Arr
     for array, field in zip(arrays, fields):
         if array.shape[1:] != field.shape or array.ndim != len(field.shape) + 1:
             raise Refused(422, f"{field.name} has shape {list(array.shape)}; wanted: {wanted(fields)}")
-        if len(array) != items or not items:
-            raise Refused(422, f"{field.name} has {len(array)} items, {fields[0].name} {items}; at least one is wanted")
+        if len(array) != items:
+            raise Refused(
+                422, f"{field.name} has {len(array)} items and {fields[0].name} {items}: give as many of each"
+            )
+        if not items:
+            raise Refused(422, f"{field.name} has no items; at least one is wanted")
     return tuple(arrays)

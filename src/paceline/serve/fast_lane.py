@@ -23,6 +23,7 @@ from paceline.serve.predict import VERSION, Answer, Head, Predict, refusal
 from paceline.serve.refused import Refused
 
 START = b"POST /predict HTTP/1.1\r\n"
+LATE = "paceline.late"  # in the state of a request that was cut off since it did not come to its end
 WHOLE_S = 60.0  # in which a request must have come whole, from its first byte on
 _KEPT_S = 75.0  # a connection on which nobody asks
 _SMALL_BYTES = 256 << 10  # longer bodies come in many pieces, which the app collects
@@ -97,6 +98,7 @@ class FastLane(HttpToolsProtocol):
                 self.transport.write(answer_bytes(self.predict.refuse(late), close=True))
             elif self._answered < self._begun:  # else it was answered, refused say, before its end
                 self.transport.write(answer_bytes(refusal(late), close=True))
+                self.scope["state"][LATE] = True
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:

@@ -301,8 +301,8 @@ def serve(
         try:
             if not keeper.wait(_FIRST_S):
                 stands = keeper.state()
-                if stands.refusals:
-                    raise ConfigError(stands.refusals[-1].reason)
+                if refused := [refusal for refusal in stands.refusals if refusal.number is None]:
+                    raise ConfigError(refused[-1].reason)
                 say(f"waits for the first version: {stands.source}")
             control = Control(settings.name, keeper, learner)
             house = functools.partial(House, settings, listener, directory, control, say=say, started=started)

@@ -5,7 +5,7 @@
 
 Orders: `pin` serves one version whatever comes, `pause` takes nothing more, `roll_back` goes to the one before and
 stays there until `resume`; a version that was rolled back is served again only where it is pinned. They are kept on the
-shelf, so that another start with the same directory goes on with them.
+shelf, so that another start with the same directory goes on with them; `kept` keeps them where the shelf is not.
 
 A source that is lost is asked again, ever less often up to a limit, for ever; what is served stays, and `state` says
 so. Only one thread works here, and it has a lower priority than those that answer requests.
@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.serve.holdout import Holdout
+from paceline.serve.kept import Kept
 from paceline.serve.merged import Merged
 from paceline.serve.places import Unfit
-from paceline.serve.shelf import Shelf, Version
-from paceline.serve.sources.source import Source
+from paceline.serve.shelf import Orders, Shelf, Version
+from paceline.serve.sources.source import Source, Update
 
 _WAIT_S = 1.0  # of one question to the source
 _SOON_S, _LATER_S = 0.1, 2.0  # between questions to a source that is lost, first and at last
@@ -45,13 +46,17 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that was not taken. Where the holdout spoke against it, `metric` and the one that it had to reach."""
+    """A version that was not taken. Where the holdout spoke against it, `metric` and the one that it had to reach.
+
+    `number`: of one that an earlier server had left.
+    """
 
     at: float
     source_version: int | None
     reason: str
     metric: float | None = None
     best: float | None = None
+    number: int | None = None
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,10 +93,11 @@ class Keeper:
         *,
         model: nn.Module,
         holdout: Holdout | None = None,
+        kept: Kept | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._shelf, self._source, self._rules = shelf, source, rules or Rules()
-        self._holdout, self._say = holdout, say
+        self._holdout, self._kept, self._say = holdout, kept, say
         self._merged = Merged(model)
         self._model = model
         self._changed = threading.Condition(threading.RLock())  # guards orders and what is told
@@ -109,8 +115,10 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="paceline-keeper", daemon=True)
 
     def start(self) -> None:
-        """Go on with what is on the shelf, and begin to follow."""
+        """Go on with what is kept or on the shelf, and begin to follow."""
         with self._changed:
+            if self._kept and (why := self._kept.load(self._shelf)):
+                self._say(why)
             self._recover()
         self._thread.start()
 
@@ -120,6 +128,8 @@ class Keeper:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(30.0)
+        if self._kept:
+            self._kept.close()
         self._source.close()
 
     def wait(self, limit_s: float) -> bool:
@@ -137,7 +147,9 @@ class Keeper:
                 paused=orders.paused,
                 source=self._health(orders.serving),
                 lost=self._lost_since > 0,
-                note="; ".join(filter(None, (self._source.note, self._merged.note))),
+                note="; ".join(
+                    filter(None, (self._source.note, self._merged.note, self._kept.note if self._kept else ""))
+                ),
                 refusals=list(self._refusals),
                 metrics=list(self._metrics),
             )
@@ -152,24 +164,28 @@ class Keeper:
                 raise ConfigError(f"version {number} cannot be pinned, since it is not on the shelf: {there}")
             self._shelf.order(replace(self._shelf.orders(), serving=number, pinned=number))
             self._changed.notify_all()
+        self._keep()
 
     def unpin(self) -> None:
         """Follow again: serve the newest version, unless it is paused."""
         with self._changed:
             self._shelf.order(replace(self._shelf.orders(), pinned=None))
             self._serve_newest()
+        self._keep()
 
     def pause(self) -> None:
         """Take no more versions; what is served stays."""
         with self._changed:
             self._shelf.order(replace(self._shelf.orders(), paused=True))
             self._changed.notify_all()
+        self._keep()
 
     def resume(self) -> None:
         """Take versions again."""
         with self._changed:
             self._shelf.order(replace(self._shelf.orders(), paused=False))
             self._serve_newest()
+        self._keep()
 
     def roll_back(self) -> None:
         """Serve the version before the one that is served, and stay there until `resume`."""
@@ -188,6 +204,12 @@ class Keeper:
             self._shelf.order(replace(orders, serving=to.number, paused=True, withdrawn=withdrawn))
             self._best = _finite(to.metric)
             self._changed.notify_all()
+        self._keep()
+
+    def _keep(self) -> None:
+        """For the next start; it may take a while, and the order counts already."""
+        if self._kept:
+            self._kept.keep(self._shelf)
 
     # ---- with the lock held
 
@@ -206,14 +228,17 @@ class Keeper:
             self._best = metric if self._best is None else self._holdout.better(self._best, metric)
 
     def _recover(self) -> None:
-        """What an earlier process left: versions that cannot be read are none."""
+        """What an earlier process left: versions that cannot be read, or are of another model, are none."""
         self._shelf.prune()
-        orders = self._shelf.orders()
+        before = orders = self._shelf.orders()
         for version in reversed(self._shelf.versions()):
             try:
-                self._shelf.read(version.number)
+                found = Merged(self._model)
+                found.take(Update(version.number, version.made_at, self._shelf.read(version.number), whole=True))
+                if found.misfit:
+                    raise Unfit(found.misfit)
             except Unfit as error:
-                self._refuse(str(error), version.source_version)
+                self._refuse(str(error), version.source_version, number=version.number)
                 self._shelf.remove(version.number)
         left = {version.number: version for version in self._shelf.versions()}
         if orders.pinned not in left:
@@ -221,13 +246,35 @@ class Keeper:
         if orders.serving not in left:
             good = [number for number in left if number not in orders.withdrawn] or list(left)
             orders = replace(orders, serving=max(good, default=0))
+            if before.serving and not left:
+                orders = replace(orders, paused=False)  # it would never serve anything
         self._shelf.order(orders)
         for version in left.values():
             if version.number <= orders.serving:
                 self._count(version.metric)
+        self._tell_orders(before, orders)
 
-    def _refuse(self, reason: str, version: int | None, metric: float | None = None, best: float | None = None) -> None:
-        refusal = Refusal(at=time.time(), source_version=version, reason=reason, metric=metric, best=best)
+    def _tell_orders(self, before: Orders, now: Orders) -> None:
+        """Which orders of an earlier process count, and which cannot."""
+        was = "was pinned" if before.pinned is not None else "was served in a pause" if before.paused else ""
+        if was and before.serving != now.serving:
+            goes_on = f"version {now.serving} is served" if now.serving else f"{self._source.what} is followed"
+            self._say(f"version {before.serving}, which {was} before this start, cannot be served: {goes_on}")
+        elif was:
+            until = "unpinned" if before.pinned is not None else "resumed"
+            what = f"version {now.serving}, which {was} before this start," if now.serving else "nothing"
+            self._say(f"serves {what} until it is {until}")
+
+    def _refuse(
+        self,
+        reason: str,
+        version: int | None,
+        metric: float | None = None,
+        best: float | None = None,
+        number: int | None = None,
+    ) -> None:
+        at = time.time()
+        refusal = Refusal(at=at, source_version=version, reason=reason, metric=metric, best=best, number=number)
         self._refusals.append(refusal)
         self._say(f"{'' if version is None else f'version {version} of {self._source.what} '}is refused: {reason}")
 
@@ -241,6 +288,8 @@ class Keeper:
             return f"{what} is gone since {since} ({self._why}): {goes_on}"
         if self._source.ended:
             return f"{what} is over ({self._source.ended}): {goes_on}"
+        if not serving and self._shelf.orders().paused:
+            return f"{what} is not asked, since it was paused before there was a version: resume it"
         if self._seen is None:
             return f"waits for {what}" + (f": {self._source.note}" if self._source.note else "")
         awaits = f"; {self._awaits}" if self._awaits else ""

@@ -25,26 +25,26 @@ def private_folder() -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         remove_left(left)
     made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
-    lock = _lock(made)
-    assert lock is not None
+    held = lock(made)
+    assert held is not None
     # Under its name only now that it is locked: another server that starts would take it for one that was left.
     directory = made.rename(made.with_name(made.name.removeprefix(".")))
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+        os.close(held)
 
 
 def remove_left(directory: Path) -> None:
     """Remove a folder whose server is gone; one whose server lives stays, and so does another user's."""
-    lock = _lock(directory)
-    if lock is not None:
+    held = lock(directory)
+    if held is not None:
         shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+        os.close(held)
 
 
-def _lock(directory: Path) -> int | None:
+def lock(directory: Path) -> int | None:
     """A descriptor that holds the lock; None where somebody else does, or there is no such folder of ours."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

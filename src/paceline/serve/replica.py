@@ -222,20 +222,20 @@ class Replica:
         return reply.status, reply.kind, reply.body
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory, talk, lane = argv
 
     async def run() -> None:
         await Replica(Path(directory), socket.socket(fileno=int(talk)), socket.socket(fileno=int(lane))).run()
+        remove_left(Path(directory))  # if the parent was killed
+        sys.stdout.flush()
+        os._exit(0)  # here: the loop's end would wait for threads that load, compute, or wait for a first version
 
     import uvloop
 
     uvloop.run(run())
-    remove_left(Path(directory))  # if the parent was killed
-    sys.stdout.flush()
-    os._exit(0)  # threads that load or compute hold nothing that must be put away
 
 
 if __name__ == "__main__":

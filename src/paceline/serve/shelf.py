@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from paceline.serve.places import Unfit
 _ORDERS = "orders.json"
 _VERSION = re.compile(r"version-(\d{8,})\.json")
 _TENSORS = re.compile(r"tensors-(\d{8,})\.safetensors")
+_PARTS = (".orders.json.", ".version-", ".tensors-")  # how files that are being written are called
 _MOST_FILES = 16  # that one version may lie in; else it is written whole
 
 
@@ -154,7 +156,33 @@ class Shelf:
         needed = {place.file for n in kept if n and (index := self._index(n)) for place in index.tensors.values()}
         for name in os.listdir(self.directory):
             match = _TENSORS.fullmatch(name)
-            if name.startswith(".") or (match and int(match[1]) not in needed):
+            if name.startswith(_PARTS) or (match and int(match[1]) not in needed):
+                (self.directory / name).unlink(missing_ok=True)
+
+    def copy(self, other: Shelf) -> None:
+        """All that is on another shelf, unread: for one that is empty."""
+        for name in os.listdir(other.directory):
+            if _is_ours(name):
+                with contextlib.suppress(FileNotFoundError):  # it was put away just now
+                    shutil.copyfile(other.directory / name, self.directory / name)
+
+    def take(self, other: Shelf, version: Version) -> None:
+        """This version of another shelf, whose files are not read, for one who waits; here it is called as given."""
+        where = other.where(version.number)
+        for file in {place.file for place in where.values()}:
+            path = self._tensors(file)
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                shutil.copyfile(other._tensors(file), part)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+        write_private(self._path(version.number), msgspec.json.encode(_Index(version=version, tensors=where)))
+
+    def clear(self) -> None:
+        """Take all away."""
+        for name in os.listdir(self.directory):
+            if _is_ours(name) or name.startswith(_PARTS):
                 (self.directory / name).unlink(missing_ok=True)
 
     def remove(self, number: int) -> None:
@@ -201,6 +229,10 @@ class Shelf:
 
     def _tensors(self, number: int) -> Path:
         return self.directory / f"tensors-{number:08d}.safetensors"
+
+
+def _is_ours(name: str) -> bool:
+    return name == _ORDERS or bool(_VERSION.fullmatch(name) or _TENSORS.fullmatch(name))
 
 
 def _read(path: Path, wanted: Mapping[str, str]) -> dict[str, Tensor]:

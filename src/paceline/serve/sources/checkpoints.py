@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint import manifest, newest_first, shelf
 from paceline.core.errors import CheckpointError, Interrupted, nearest
 from paceline.serve.places import Unfit
-from paceline.serve.sources.source import Update, changed
+from paceline.serve.sources.source import Update, beside, changed
 
 _LOOK_S = 0.1
 _SETTLES_S = 1.0  # after which one that was refused, and has changed, is taken to be copied
@@ -108,6 +108,7 @@ class CheckpointSource:
         self._path, self._fixed, self._model = path, fixed, f"{_MODEL}{model}"
         self._checkpoints = Checkpoints(path, model)
         self._given: dict[str, Tensor] | None = None
+        self.orders: Path | None = beside(path)
         self.what = f"checkpoint {path.name}" if fixed else f"the checkpoints in {path}"
 
     def newest(self, wait_s: float) -> Update | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.core.errors import Interrupted
 from paceline.serve.places import Unfit
-from paceline.serve.sources.source import Update, changed
+from paceline.serve.sources.source import Update, beside, changed
 
 _LOOK_S = 0.1
 _PICKLED = (b"PK", b"\x80")  # how what torch.save writes begins, now and before 1.6
@@ -39,6 +39,7 @@ class FileSource:
         self._version = 0
         self._given: dict[str, Tensor] = {}
         self.what = f"file {path}"
+        self.orders: Path | None = beside(path)
 
     def newest(self, wait_s: float) -> Update | None:
         deadline = time.monotonic() + wait_s

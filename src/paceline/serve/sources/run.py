@@ -58,6 +58,7 @@ class RunSource:
         self._from_file: dict[str, Tensor] | None = None  # given, from a checkpoint
         name = self._directory.name if self._directory else f"at {where}"
         self.what = f"run {name}"
+        self.orders = self._directory / "serving" if self._directory else None
         self.ended = ""
 
     @property

@@ -6,7 +6,9 @@ where it cannot be reached (the keeper asks again, later), and Unfit where there
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,12 +26,22 @@ class Update(NamedTuple):
     awaits: str = ""  # what will bring the parameters that it lacks; "": nothing will, they are as the model was made
 
 
+def beside(path: Path) -> Path:
+    """Of a file or directory that others write."""
+    whole = Path(os.path.abspath(path))
+    return whole.with_name(f"{whole.name}.serving")
+
+
 class Source(Protocol):
     """Where versions come from."""
 
     @property
     def what(self) -> str:
         """In words, such as "run digits"."""
+
+    @property
+    def orders(self) -> Path | None:
+        """The folder in which what is ordered of it is kept; None: it has no place here."""
 
     @property
     def ended(self) -> str:
