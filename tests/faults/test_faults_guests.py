@@ -33,6 +33,7 @@ def test_two_members_and_a_guest(tmp_path: Path) -> None:
         stranger = made.run("stranger", f"guest('127.0.0.1:{port}')", n=1, epochs=1, **{TOKEN: "another"})
         assert made.ended(stranger) != 0
         assert "the token is not that of the run" in made.said("stranger")
+        assert "PACELINE_TOKEN" not in made.said("stranger")  # which is of members
         assert made.ended(guest) == 0, made.said("guest")
         made.stop("run")
         assert made.ended(run) == 0, made.said("run")

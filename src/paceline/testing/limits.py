@@ -51,7 +51,9 @@ class Limits:
         except ConfigError as error:
             return str(error)
         shut = [str(place) for place in where.values() if not os.access(place, os.W_OK)]
-        return f"{shut[0]} cannot be written to: control groups need root, and not to be mounted read-only" if shut else ""
+        return (
+            f"{shut[0]} cannot be written to: control groups need root, and not to be mounted read-only" if shut else ""
+        )
 
     @property
     def words(self) -> list[str]:
