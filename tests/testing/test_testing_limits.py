@@ -77,7 +77,7 @@ def test_the_next_one_clears_up_after_an_owner_that_was_killed() -> None:
 
 
 def test_groups_of_version_1(tmp_path: Path) -> None:
-    """Where the mount shows only a part of the path, the nearest that is there; and each controller where we are in it."""
+    """The nearest group that is there, where a mount shows only a part of the path; for each controller its own."""
     ours = _told(tmp_path, "5:cpuset:/\n4:memory:/a/b\n1:cpu,cpuacct:/c/d\n0::/\n")
     memory, cpu = _group(tmp_path / "sys/memory/a/b"), _group(tmp_path / "sys/cpu")
     assert limited._where(ours, tmp_path / "sys") == {"memory": memory, "cpu": cpu}

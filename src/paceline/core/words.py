@@ -85,8 +85,8 @@ def read(text: str, kind: str, known: Iterable[str] = ()) -> Said:
     >>> read("guest(at=a:7000)", "strategy")
     Traceback (most recent call last):
       ...
-    paceline.core.errors.ConfigError: cannot read strategy 'guest(at=a:7000)': write it as name or name(key=value), with \
-quotes around what is not one word or number
+    paceline.core.errors.ConfigError: cannot read strategy 'guest(at=a:7000)': write it as name or name(key=value), \
+with quotes around what is not one word or number
     """
     keyword = _KEYWORD.match(text)
     try:

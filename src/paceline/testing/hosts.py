@@ -130,7 +130,7 @@ class Hosts:
         When one fails, or at the limit (TimedOut, with what was printed), the others are killed.
         """
         outputs = [""] * self.count
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         programs = [self.popen(i, argv, env, **streams) for i in range(self.count)]
 
         def collect(i: int) -> None:

@@ -100,10 +100,10 @@ class Limits:
 
 def _where(ours: Path, root: Path) -> dict[str, Path]:
     """The groups in which ours can be made, by controller."""
-    own = {}
+    own: dict[str, str] = {}
     for line in ours.read_text().splitlines() if ours.exists() else ():
         _, controllers, path = line.split(":", 2)
-        own |= {controller: path for controller in controllers.split(",")}
+        own |= dict.fromkeys(controllers.split(","), path)
     if all(controller in own for controller in _CONTROLLERS):
         places = {c: [p for p in _upwards(root / c, own[c]) if (p / "cgroup.procs").exists()] for c in _CONTROLLERS}
         if all(places.values()):
