@@ -58,6 +58,16 @@ def started(*args):
         launcher.communicate()
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_the_launcher_does_not_keep_torch_which_only_its_checks_need():
+    script = write("""
+        import os
+        print("torch" if "libtorch" in open(f"/proc/{os.getppid()}/maps").read() else "no torch")
+    """)
+    done = run("-n", "1", "--strategy", "diloco(every=5)", script)
+    assert "no torch" in done.stdout, done.stdout + done.stderr
+
+
 def wait_for_up(launcher, n):
     """Until n members say up; the other numbers on those lines."""
     numbers = []

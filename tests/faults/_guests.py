@@ -70,7 +70,6 @@ class Party:
         n: int,
         epochs: int,
         more: Sequence[str] = (),
-        before: Sequence[str] = (),
         **env: str,
     ) -> subprocess.Popen[Any]:
         """Start one; what it prints goes to a file."""
@@ -78,7 +77,7 @@ class Party:
         options = ["-n", str(n), "--name", name, "--threads", "1", "--strategy", words, *more]
         with (self.scratch / f"{name}.txt").open("a") as out:
             program = self.start(
-                [*before, *PACELINE, *options, *script],
+                [*PACELINE, *options, *script],
                 cwd=self.scratch,
                 env={**os.environ, **env},
                 stdout=out,

@@ -259,3 +259,8 @@ def test_words() -> None:
     for wrong in ("async_local(every=0)", "async_local(lr=-1)", "async_local(momentum=1.5)"):
         with pytest.raises(ConfigError):
             make_strategy(wrong)
+    assert make_strategy("async_local", "topk(0.1)").codec == "topk(0.1)"  # type: ignore[attr-defined]
+    assert make_strategy("async_local", "none").codec == ""  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="codec dgc is for gradients, whose momentum it keeps"):
+        make_strategy("async_local", "dgc")
+    assert make_strategy("async", "dgc").codec == "dgc"  # type: ignore[attr-defined]

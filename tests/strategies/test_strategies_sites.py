@@ -59,6 +59,26 @@ def test_one_site_is_all_reduce() -> None:
     assert torch.equal(levels[0][-1], trained(AllReduce, 5, ["a", "a"])[0][-1])
 
 
+@pytest.mark.parametrize(
+    ("sites", "says"), [("aa", "all 2 members are one site"), ("ab", "has no effect"), ("aab", "")]
+)
+def test_sites_between_or_within_which_nothing_happens_are_told(sites: str, says: str) -> None:
+    def body(group: Group) -> list[str]:
+        told: list[str] = []
+        strategy = Local(every=2, inner="allreduce")
+        with closing(Member(group, strategy, net(), site=sites[group.rank], tell=told.append)):
+            return told
+
+    for told in together(len(sites), body, hosts=list(sites)):
+        assert len(told) == bool(says)
+        assert not says or says in told[0]
+
+
+def test_an_average_of_too_few_sites_says_that_they_are_counted() -> None:
+    with pytest.raises(ConfigError, match="start at least 3, or use average=mean; the 4 members are 2 sites"):
+        trained(lambda: Local(every=2, inner="allreduce", average="median"), 1)
+
+
 def test_guests_need_rounds_between_sites() -> None:
     with pytest.raises(ConfigError, match="all 2 members are one site"):
         trained(lambda: DiLoCo(every=2, inner="allreduce", guests=2), 1, ["a", "a"])

@@ -18,7 +18,10 @@ from paceline.core.settings import Settings
 from paceline.environment.paceline import VARIABLES
 from paceline.launch import names, servers
 
-LABEL_HELP = "what the members on this host have, for loaders with bound=; gpu:0,1: these alone; may be repeated"
+LABEL_HELP = (
+    "what the members on this host have, for loaders with bound=; site-NAME: their site, for local steps; gpu:0,1: "
+    "these alone; may be repeated"
+)
 
 
 @dataclass(frozen=True)

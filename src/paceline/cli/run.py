@@ -74,7 +74,13 @@ def main(argv: list[str]) -> int:
     spec = engine.prepare(spec)
     shown = engine.preview(spec)  # also finds out whether the script can be started
     here = spec.elastic.own_slots > 0 if spec.elastic else spec.away is None
-    beforehand.check(spec.settings, here=here and not engine.elsewhere)
+    members = (spec.elastic.least, spec.elastic.most) if spec.elastic else spec.num_members
+
+    def check() -> None:
+        beforehand.check_rounds(spec.settings.strategy, members)
+        beforehand.check(spec.settings, here=here and not engine.elsewhere)
+
+    beforehand.aside(check)
     if given.dry_run:
         print(shown)
         return 0
@@ -197,7 +203,6 @@ def _spec(given: Namespace, rest: list[str], engine: Engine) -> JobSpec:
         beforehand.check_fixed(settings)
     most = given.members.most
     beforehand.check_mesh(settings, most, elastic=comes, served=served)
-    beforehand.check_rounds(settings.strategy, (elastic.least, elastic.most) if elastic else most)
     num_servers, _ = servers.choose(settings.strategy, settings.servers, most, replaces=replacing is not None)
     forgives = replacing is not None or servers.forgives(settings.strategy, num_servers)
     if served and given.silence_s and not forgives:

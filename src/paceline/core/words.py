@@ -82,13 +82,19 @@ def read(text: str, kind: str, known: Iterable[str] = ()) -> Said:
     {'every': '50..400', 'codec': "topk(0.01, values='2bit')"}
     >>> read("local(codec='topk(0.01, values=2bit), decay=0.9')", "strategy").named
     {'codec': 'topk(0.01, values=2bit), decay=0.9'}
+    >>> read("guest(at=a:7000)", "strategy")
+    Traceback (most recent call last):
+      ...
+    paceline.core.errors.ConfigError: cannot read strategy 'guest(at=a:7000)': write it as name or name(key=value), \
+with quotes around what is not one word or number
     """
     keyword = _KEYWORD.match(text)
     try:
         with _PARSING:
             tree = ast.parse(_WORD.sub(_quoted, _KEYWORD.sub(r"\1_", text.strip())), mode="eval").body
     except SyntaxError:
-        raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value)") from None
+        quotes = ", with quotes around what is not one word or number" if "=" in text else ""
+        raise ConfigError(f"cannot read {kind} {text!r}: write it as name or name(key=value){quotes}") from None
     if isinstance(tree, ast.Name):
         name, args, keywords = tree.id, [], []
     elif isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
@@ -23,6 +27,34 @@ def check(settings: Settings, *, here: bool = True) -> None:
     make_precision(settings.precision).check(settings)
     if here:
         check_device(settings.device)
+
+
+def aside(check: Callable[[], None]) -> None:
+    """Make a check in a process of its own: torch, which it may import, would stay with this one for as long as the run
+    lasts, in 150 MB. Where that process does not get to an answer, and where torch is here already, it is made here."""
+    if "torch" in sys.modules or threading.active_count() > 1:
+        check()
+        return
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        failed = 1
+        try:
+            check()
+            failed = 0
+        except ConfigError as error:
+            os.write(writer, str(error).encode())
+            failed = 0
+        finally:
+            os._exit(failed)
+    os.close(writer)
+    with open(reader, "rb") as stream:
+        wrong = stream.read().decode()
+    _, failed = os.waitpid(child, 0)
+    if wrong:
+        raise ConfigError(wrong)
+    if failed:
+        check()
 
 
 def check_elastic(settings: Settings, why: str = "-n MIN:MAX") -> None:

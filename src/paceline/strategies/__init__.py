@@ -8,7 +8,6 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.words import build, read
-from paceline.server.packing import servable
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.async_local import AsyncLocal
 from paceline.strategies.guest import Guest
@@ -37,11 +36,8 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 def make_strategy(words: Any, codec: str = "") -> Strategy:
     """The strategy that a user wrote as an object or in words; a codec in words goes before the strategy's own."""
     strategy: Strategy = build(words, STRATEGIES, "strategy") if isinstance(words, str) else words
-    if codec and isinstance(strategy, AllReduce | Local | Guest | Zero):
+    if codec and isinstance(strategy, AllReduce | Local | Guest | Zero | Served):
         strategy.take(codec)
-    elif codec and codec != "none" and isinstance(strategy, Served):
-        servable(codec)
-        strategy.codec = codec
     elif codec and codec != "none":
         raise ConfigError(f"codec={codec!r}: {type(strategy).__name__} has no use for a codec")
     return strategy

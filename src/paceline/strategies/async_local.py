@@ -26,6 +26,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.words import whole
 from paceline.optim import DelayedNesterov
 from paceline.server.gates import Apart, Gate
+from paceline.server.packing import servable
 from paceline.strategies.anchors import begun_at, wide
 from paceline.strategies.replicas import has_thawed, is_trained, names_of
 from paceline.strategies.server import Served
@@ -52,6 +53,12 @@ class AsyncLocal(Served):
         self._steps_a_push = every  # of this worker
         self._apart: list[_Apart] = []
         self._speed = _Speed()
+
+    def take(self, codec: str) -> None:
+        super().take(codec)
+        momentum: float = getattr(servable(codec), "momentum", 0.0) if self.codec else 0.0
+        if momentum:
+            raise ConfigError(f"codec {codec} is for gradients, whose momentum it keeps: use topk for differences")
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         self._attached = True

@@ -400,7 +400,12 @@ class Local:
             )
 
     def _say_of_sites(self, world: World) -> None:
-        if self._sites and self._sites.count == world.group.size > 1:
+        if self._sites and self._sites.count == 1 < world.group.size:
+            world.tell(
+                f"inner={self._inner_words}: all {world.group.size} members are one site, so they only all-reduce, and "
+                "there are no rounds for every=, outer= and codec= to act on. Make two sites with --label site-NAME"
+            )
+        elif self._sites and self._sites.count == world.group.size > 1:
             world.tell(
                 f"inner={self._inner_words} has no effect: each member is a site of its own. Several on a host are one "
                 "site, and so are those with the same --label site-NAME"

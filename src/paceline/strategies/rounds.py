@@ -59,7 +59,13 @@ class Rounds:
         self.formed = False  # with the group that the world has now
         size = sites.count if sites else world.group.size
         if not world.elastic:
-            plan.average.check(size)
+            try:
+                plan.average.check(size)
+            except ConfigError as error:
+                if sites is None:
+                    raise
+                counted = f"the {world.group.size} members are {size} sites, each of which counts as one"
+                raise ConfigError(f"{error}; {counted}") from None
             self.form()
             if size == 1 and plan.method.codec:
                 one = "site" if sites and world.group.size > 1 else "member"

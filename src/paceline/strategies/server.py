@@ -26,6 +26,7 @@ from paceline.server.connection import connect, pair
 from paceline.server.counting import Batch, batches_of, is_one
 from paceline.server.gates import Apart, Gate, Together, Within, make_gate
 from paceline.server.messages import Rule
+from paceline.server.packing import servable
 from paceline.server.placement import Tensor
 from paceline.server.pushes import readings_of
 from paceline.server.rounds import agree
@@ -75,6 +76,12 @@ class Served:
         self._behind = False  # it has come late, and its weights are of then
         self._drawn: list[Batch] = []  # that a push of now is made of; some may have been said to be done before it
         self._fetched = Fetched()  # of the servers' state, for a checkpoint
+
+    def take(self, codec: str) -> None:
+        """Push by this codec, in words."""
+        self.codec = "" if codec == "none" else codec
+        if self.codec:
+            servable(codec)
 
     # ---- the contract
 

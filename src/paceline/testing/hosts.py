@@ -103,13 +103,20 @@ class Hosts:
         self.close()
 
     def popen(
-        self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **more: Any
+        self,
+        host: int,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
+        **more: Any,
     ) -> subprocess.Popen[Any]:
-        """Start a program on a host; it is killed when the hosts are closed. `more` as for subprocess.Popen."""
+        """Start a program on a host; it is killed when the hosts are closed. `before` are words that it is started by,
+        such as `Limits.words`: on a host, control groups are not to be seen. `more` as for subprocess.Popen.
+        """
         own = {"HOSTS_RANK": str(host), "HOSTS_SIZE": str(self.count)}
         own |= {"HOSTS_IP": self.ips[host], "HOSTS_FIRST_IP": self.ips[0]}
         program = subprocess.Popen(
-            ["ip", "netns", "exec", self._spaces[host], *argv],
+            [*before, "ip", "netns", "exec", self._spaces[host], *argv],
             env={**os.environ, **own, **(env or {})},
             start_new_session=True,
             **more,
@@ -123,7 +130,7 @@ class Hosts:
         When one fails, or at the limit (TimedOut, with what was printed), the others are killed.
         """
         outputs = [""] * self.count
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         programs = [self.popen(i, argv, env, **streams) for i in range(self.count)]
 
         def collect(i: int) -> None:

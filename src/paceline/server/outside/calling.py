@@ -64,10 +64,10 @@ class Calling:
         spent(_TRY_BYTES)
         try:
             self._channel = channel = connect(address, token, _CONNECT_S, patient=False)
-        except AuthError as error:
+        except AuthError:  # which tells of the tokens of members
             raise AuthError(
                 f"the token is not that of the run at {address}, or another program listens there: take the one in "
-                f"its {FILE} ({error})"
+                f"its {FILE}"
             ) from None
         self._spent, self._told = spent, 0
         spent(CALL_BYTES - _TRY_BYTES)
