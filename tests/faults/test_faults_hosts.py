@@ -34,7 +34,7 @@ def test_a_host_dies_and_the_others_go_on(tmp_path: Path) -> None:
         FaultPlan().kill("host 1", step=10).kill("host 2", step=10),
         FaultPlan().kill(member=1, step=10),
         FaultPlan().kill("first", step=10),
-        FaultPlan().kill("agent 0", step=10),
+        FaultPlan().kill("agent 1", step=10),
         FaultPlan().kill("scheduler", step=10).kill("host 2", step=12),
         FaultPlan().reset(host=1, step=10),
         FaultPlan().slow(host=1, rate="1mbit", for_s=3.0, step=10),
