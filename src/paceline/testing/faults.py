@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -214,8 +215,8 @@ class Faults:
 
     def _scale(self, size: int) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "paceline", "scale", str(self._dir.absolute()), str(size)]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return self._hosts.popen(0, argv, **streams) if self._hosts else subprocess.Popen(argv, **streams)
+        start = partial(self._hosts.popen, 0) if self._hosts else subprocess.Popen
+        return start(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def _note_scaled(self) -> None:
         for place in [place for place, program in self._scaling.items() if program.poll() is not None]:
