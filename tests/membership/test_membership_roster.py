@@ -804,6 +804,7 @@ OPS = (
     "slow",
     "wait",
     "host",
+    "sleep",
 )
 
 
@@ -815,7 +816,9 @@ def disturb(world, op, pick):
         return
     if op == "restart":
         world.restart(0.1 + pick % 7, living[:1] if pick % 3 == 0 else ())
-    elif op == "scale":
+    elif op == "sleep":
+        world.sleep(pick % 41 / 10, ticks_first=pick % 2 == 0)
+    elif op == "scale" and world.now >= world.awake_at:
         world.do(lambda r: r.scale(world.rules.least + pick % (world.rules.most - world.rules.least + 1), world.now))
     elif op == "drain" and len(world.hosts) > 1 and host not in world.silent | world.dead:
         world.do(lambda r: r.drain_host(host, world.now))
@@ -846,7 +849,7 @@ def disturb(world, op, pick):
 def well(world):
     view = world.picture().view
     here = {p.name for p in world.living() if p.formed and p.formed == view.number} if view else set()
-    waiting = any(m.state in ("starting", "lost") for m in world.picture().members)
+    waiting = any(m.state in ("starting", "lost", "draining") for m in world.picture().members)
     return (
         bool(here) and here == {(m.id, m.pid) for m in view.members} == {p.name for p in world.living()} and not waiting
     )
