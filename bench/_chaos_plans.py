@@ -2,10 +2,12 @@
 
 All-reduce, with members that are started again: kills of any member, of the first and of the scheduler, two at once,
 one after the other (the second while the others form their group again, or a newcomer is healed), kills during a
-checkpoint, and pauses, shorter and longer than the silence after which a member is lost. The servers' strategies start
+checkpoint, and pauses of members and of the scheduler, shorter and longer than the silence after which a member is lost
+or a scheduler replaced; and somebody asks for more members, or fewer. The servers' strategies start
 lost workers again too, where they are told to, and there too pauses are shorter or longer than the silence; where they
 are not, a run has as many kills as it can do without, and all who are paused are waited for. Between hosts, links fail
-as well: they part, one way or both, are slow, reset, or flip a byte; whole hosts die, disks are full, clocks jump.
+as well: they part, one way or both, are slow, reset, or flip a byte; whole hosts die, or are told that they must go and
+are taken away a while later, ready or not; disks are full, clocks jump.
 """
 
 from __future__ import annotations
@@ -14,8 +16,19 @@ from random import Random
 
 from paceline.testing.plan import FaultPlan
 
-_SCHEDULER_KILLS = 3  # of one run: one that ends too often within a minute is given up
-_KINDS = {"kill": 8, "first": 2, "scheduler": 2, "two": 3, "chase": 4, "checkpoint": 3, "short": 4, "long": 2}
+_SCHEDULERS = 4  # that a run may lose: with one that ends too often within a minute it does without
+_KINDS = {
+    "kill": 8,
+    "first": 2,
+    "scheduler": 2,
+    "two": 3,
+    "chase": 4,
+    "checkpoint": 3,
+    "short": 4,
+    "long": 2,
+    "asleep": 3,
+    "scale": 5,
+}
 
 _ABROAD = {
     "kill": 4,
@@ -28,10 +41,15 @@ _ABROAD = {
     "corrupt": 3,
     "disk": 2,
     "clock": 2,
+    "asleep": 2,
+    "scale": 3,
+    "drain": 4,
 }
 
 
-def elastic(seed: int, *, faults: int, members: int, first_step: int, gap: int, silence_s: float) -> FaultPlan:
+def elastic(
+    seed: int, *, faults: int, least: int, members: int, first_step: int, gap: int, silence_s: float
+) -> FaultPlan:
     """About `gap` steps between one moment and the next; a moment may have two faults."""
     dice, plan, step, schedulers = Random(seed), FaultPlan(), first_step, 0
     while len(plan.faults) < faults:
@@ -41,7 +59,7 @@ def elastic(seed: int, *, faults: int, members: int, first_step: int, gap: int, 
         match kind:
             case "first":
                 plan = plan.kill(member="first", step=step, after_s=after_s)
-            case "scheduler" if schedulers < _SCHEDULER_KILLS:
+            case "scheduler" if schedulers < _SCHEDULERS:
                 schedulers += 1
                 plan = plan.kill("scheduler", step=step, after_s=after_s)
                 if dice.random() < 0.5:
@@ -62,6 +80,11 @@ def elastic(seed: int, *, faults: int, members: int, first_step: int, gap: int, 
             case "long":
                 for_s = round(dice.uniform(1.2, 3.5) * silence_s, 2)
                 plan = plan.pause(member=one, step=step, for_s=for_s, after_s=after_s)
+            case "asleep":
+                for_s, schedulers = _asleep(dice, silence_s, schedulers)
+                plan = plan.pause("scheduler", step=step, for_s=for_s, after_s=after_s)
+            case "scale":
+                plan = plan.scale(dice.randrange(least, members + 1), step=step, after_s=after_s)
             case _:
                 plan = plan.kill(member=one, step=step, after_s=after_s)
         step += dice.randrange(gap // 2, gap + gap // 2)
@@ -108,9 +131,18 @@ def abroad(seed: int, *, faults: int, hosts: int, first_step: int, gap: int, sil
         member, host = dice.randrange(members), dice.randrange(1, hosts)
         short_s, long_s = round(dice.uniform(0.1, 0.8) * silence_s, 2), round(dice.uniform(1.2, 3.5) * silence_s, 2)
         match dice.choices(list(_ABROAD), list(_ABROAD.values()))[0]:
-            case "scheduler" if schedulers < _SCHEDULER_KILLS:
+            case "scheduler" if schedulers < _SCHEDULERS:
                 schedulers += 1
                 plan = plan.kill("scheduler", step=step, after_s=after_s)
+            case "asleep":
+                for_s, schedulers = _asleep(dice, silence_s, schedulers)
+                plan = plan.pause("scheduler", step=step, for_s=for_s, after_s=after_s)
+            case "scale":
+                plan = plan.scale(dice.randrange(1, members + 1), step=step, after_s=after_s)
+            case "drain":
+                grace_s = round(after_s + dice.choice((1.0, 4.0)) * dice.random() * silence_s, 2)
+                plan = plan.kill(f"agent {host}", signal="TERM", step=step, after_s=after_s)
+                plan = plan.kill(f"host {host}", step=step, after_s=grace_s)
             case "host":
                 plan = plan.kill(f"host {host}", step=step, after_s=after_s)
             case "pause":
@@ -134,6 +166,13 @@ def abroad(seed: int, *, faults: int, hosts: int, first_step: int, gap: int, sil
                 plan = plan.kill(member=member, step=step, after_s=after_s)
         step += dice.randrange(gap // 2, gap + gap // 2)
     return plan
+
+
+def _asleep(dice: Random, silence_s: float, schedulers: int) -> tuple[float, int]:
+    """For how long the scheduler sleeps, and how many are lost by then: one that sleeps for too long is replaced."""
+    long = schedulers < _SCHEDULERS and dice.random() < 0.5
+    least, most = (1.2, 3.5) if long else (0.1, 0.8)
+    return round(dice.uniform(least, most) * silence_s, 2), schedulers + long
 
 
 def last_step(plan: FaultPlan) -> int:

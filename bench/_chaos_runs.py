@@ -24,9 +24,10 @@ from paceline.membership.agent import Outcome
 from paceline.testing.cluster import leftovers
 from paceline.testing.faults import Faults, Injected
 from paceline.testing.ledger import Findings, Ledger
-from paceline.testing.plan import FaultPlan
+from paceline.testing.plan import FaultPlan, Scale
 
 ROOT = Path(".bench") / "chaos"
+_SCALED_S = 15.0  # for members to leave, with a scheduler that sleeps or is started again
 AnyJob = LocalJob | ElasticJob
 
 
@@ -178,6 +179,7 @@ def judge(result: Result, left: dict[int, str]) -> None:
         problems += ["members ended with different weights"] if len(ends) > 1 else []
     elif ledger.exists():
         result.found = Ledger.read(ledger).check()
+        problems += _too_many(result)
         result.accuracies = [json.loads(f.read_text()) for f in ledger.glob("accuracy-*.json")]
     problems += [f"a process outlived the run: {command}" for command in left.values()]
 
@@ -186,6 +188,18 @@ def _after_the_end(result: Result) -> bool:
     """Whether a fault hit one that had trained to the end and was about to exit, whose code is the run's then."""
     ended = {written.pid for written in Ledger.read(result.setup.dir / "ledger").written if written.end}
     return any(ended & set(each.pids) for each in result.hit)
+
+
+def _too_many(result: Result) -> list[str]:
+    """Views of more members than were asked for last, with steps a while after that."""
+    asked = [(each.monotonic, each.fault.size) for each in result.hit if isinstance(each.fault, Scale)]
+    found = {}
+    for (at, size), (later, _) in zip(asked, [*asked[1:], (math.inf, 0)]):
+        for written in Ledger.read(result.setup.dir / "ledger").written:
+            for step in written.steps:
+                if at + _SCALED_S < step.at < later and len(step.members) > size:
+                    found[step.view] = f"{len(step.members)} members in view {step.view}, where {size} were asked for"
+    return list(found.values())
 
 
 def _show_where_they_hang(job: AnyJob) -> None:

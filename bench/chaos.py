@@ -1,4 +1,5 @@
-"""Members, links, disks and clocks fail at random, and everything that was trained is counted afterwards.
+"""Members, the scheduler, links, disks and clocks fail at random, members are asked to come and to go, and everything
+that was trained is counted afterwards.
 
   faults_injected   those that hit, over all runs; from a seed, compressed in time. All-reduce runs on one machine, and
                     over hosts (network namespaces, where this machine can have them) whose links fail too
@@ -121,14 +122,17 @@ def _drawn(kind: str, seed: int, left: int, *, quick: bool = False) -> tuple[Set
     """A run and its plan; the same for the same seed, but for the last run, which has fewer faults."""
     if kind == "allreduce":
         faults, members, gap = min(_PER_RUN, max(3, left)), 3 if quick else 4, 16
-        plan = _chaos_plans.elastic(seed, faults=faults, members=members, first_step=15, gap=gap, silence_s=_SILENCE_S)
+        least = 2
+        plan = _chaos_plans.elastic(
+            seed, faults=faults, least=least, members=members, first_step=15, gap=gap, silence_s=_SILENCE_S
+        )
         steps = _chaos_plans.last_step(plan) + 3 * gap
         epochs, limit_s = epochs_for(steps, members), 90.0 + 12.0 * faults
         return Setup(
             name=f"allreduce-{seed}",
             strategy=kind,
             members=members,
-            least=2,
+            least=least,
             epochs=epochs,
             seed=seed,
             silence_s=_SILENCE_S,

@@ -24,6 +24,17 @@ def test_a_killed_member_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None
     assert 0 < members[2].samples < members[0].samples
 
 
+@pytest.mark.slow
+def test_there_are_as_many_members_as_were_asked_for(tmp_path: Path) -> None:
+    plan = FaultPlan().scale(2, step=7).pause("scheduler", step=12, for_s=0.5).scale(3, step=12).scale(9, step=14)
+    result = run_with(tmp_path, plan, args=["--processes", "4"])
+    result.must_be_clean()
+    assert "size=9: must be between 2 and 3" in result.injected[-1].missed
+    assert [each.missed for each in result.injected[:-1]] == [""] * 3
+    views = msgspec.json.decode((result.dir / "summary.json").read_bytes())["views"]
+    assert (views["left"], views["joined"], views["lost"]) == (1, 1, 0)
+
+
 def test_the_summary_has_a_row_for_a_member_that_was_lost_for_good(tmp_path: Path) -> None:
     plan = FaultPlan().kill(member=1, step=7).kill(member=0, step=20)
     result = run_with(tmp_path, plan, least=1, most=3, replacements=0)

@@ -6,7 +6,6 @@ Hosts are network namespaces; each has an agent of its own, and the training's m
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -34,8 +33,10 @@ def test_a_host_dies_and_the_others_go_on(tmp_path: Path) -> None:
         FaultPlan().kill("host 1", step=10).kill("host 2", step=10),
         FaultPlan().kill(member=1, step=10),
         FaultPlan().kill("first", step=10),
-        FaultPlan().kill("agent 0", step=10),
+        FaultPlan().kill("agent 1", step=10),
         FaultPlan().kill("scheduler", step=10).kill("host 2", step=12),
+        FaultPlan().kill("agent 2", signal="TERM", step=10).kill("host 2", step=10, after_s=2.0),
+        FaultPlan().pause("scheduler", for_s=1.0, step=10).kill("agent 2", signal="TERM", step=10).scale(3, step=12),
         FaultPlan().reset(host=1, step=10),
         FaultPlan().slow(host=1, rate="1mbit", for_s=3.0, step=10),
         FaultPlan().partition([2], for_s=0.7, step=10),
@@ -99,10 +100,9 @@ def test_who_was_replaced_while_it_was_cut_off_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_host_that_gets_sigterm_is_drained(tmp_path: Path) -> None:
     with outing(tmp_path, slots=(1, 2, 1), most=3, epochs=8, step_s=0.05) as out:
-        out.until(lambda: out.steps >= 10)
-        out.programs["agent-1"].send_signal(signal.SIGTERM)
-        assert out.code("agent-1", 60.0) == 143
-        assert out.code("run") == 0, out.output
+        with out.faults(FaultPlan().kill("agent 1", signal="TERM", step=10)):
+            assert out.code("agent-1", 60.0) == 143
+            assert out.code("run") == 0, out.output
         out.check()
     assert "left early" in out.output or "has left" in out.output
 

@@ -54,6 +54,8 @@ class World:
         self.rules = Rules(settings=settings, **rules)
         self.now = 0.0
         self.roster = Roster(self.rules, self.now)
+        self.unread: list = []
+        self.awake_at = 0.0
         self.hosts = dict(hosts)
         self.silent: set[str] = set()
         self.dead: set[str] = set()
@@ -75,8 +77,10 @@ class World:
     # The roster and its orders
 
     def do(self, event):
-        event(self.roster)
-        self.carry_out()
+        self.unread.append(event)
+        while self.unread and self.now >= self.awake_at:
+            self.unread.pop(0)(self.roster)
+            self.carry_out()
 
     def carry_out(self):
         for to, order in self.roster.take():
@@ -161,7 +165,7 @@ class World:
             self.lost |= {(m.id, m.pid) for m in self.picture().members if m.state == "lost"}
 
     def behave(self, process):
-        reachable = process.host not in self.silent and not process.cut
+        reachable = process.host not in self.silent and not process.cut and self.now >= self.awake_at
         if not process.line and reachable and self.now - process.begun >= process.slow_s:
             self.dial(process)
         while process.alive and process.inbox:
@@ -260,9 +264,17 @@ class World:
                 self.do(lambda r, process=process: r.down(process.id, self.now))
         self.dead.add(host)
 
+    def sleep(self, seconds, *, ticks_first):
+        """The scheduler is stopped for a while; it reads then what it was told meanwhile."""
+        self.awake_at = self.now + seconds
+        if ticks_first:
+            self.unread.append(lambda r: r.tick(self.now))
+
     def restart(self, away_s, unheard=()):
         """The scheduler is killed and started again; it has not read that the `unheard` were killed."""
         parts = self.roster.dump()
+        self.unread.clear()
+        self.awake_at = 0.0
         for process in unheard:
             process.alive = False
             self.codes[process.host, process.id] = -9

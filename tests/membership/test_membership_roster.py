@@ -409,8 +409,10 @@ def test_a_newcomer_that_waits_too_long_leaves_nobody_out_but_itself():
         world.now += 0.05
         world.run(0.1)
     world.do(lambda r: r.broken(2, 3, 0, world.now))
-    world.now += 3.0  # and nobody else has anything to say
-    world.do(lambda r: r.tick(world.now))
+    for _ in range(31):  # and nobody else has anything to say
+        world.now += 0.1
+        world.do(lambda r: r.beat("a", (), world.now))
+        world.do(lambda r: r.tick(world.now))
     assert (world.last.number, ids(world.last)) == (4, [0, 1])
     assert formed(world) == [0, 1, 2]
 
@@ -493,6 +495,34 @@ def test_scale_up_and_down():
     world.do(lambda r: r.scale(2, world.now))
     assert formed(world) == [0, 1]
     assert all(m.replaced == 0 for m in world.picture().members)
+
+
+def test_who_comes_back_to_a_run_that_was_to_have_fewer_members_leaves():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    away = process(world, 2)
+    away.paused = True
+    while world.picture().members[2].state != "lost":
+        world.run(0.1)
+    world.do(lambda r: r.scale(2, world.now))
+    away.paused = False
+    assert formed(world) == [0, 1]
+    assert not away.alive
+    world.do(lambda r: r.scale(3, world.now))
+    assert formed(world) == [0, 1, 2]
+
+
+def test_who_was_being_started_when_there_were_to_be_fewer_members_leaves():
+    world = World({"a": 2, "b": 1}, least=1, target=2, most=3)
+    formed(world)
+    world.do(lambda r: r.scale(3, world.now))
+    assert process(world, 2).host == "b"
+    world.dead.add("b")  # that it shall end does not come through
+    world.do(lambda r: r.scale(2, world.now))
+    world.run(1.0)
+    world.dead.discard("b")
+    assert formed(world) == [0, 1]
+    assert not process(world, 2).alive
 
 
 def test_a_host_that_must_go_is_drained_and_its_members_go_on_elsewhere():
@@ -645,6 +675,17 @@ def test_a_scheduler_that_slept_accuses_nobody():
     assert len(world.views) == 1
 
 
+def test_a_scheduler_that_slept_does_not_take_those_for_silent_whose_words_it_has_not_read():
+    world = World({"a": 3}, least=1, target=3, most=3)
+    formed(world)
+    world.do(lambda r: r.broken(0, 1, 1, world.now))
+    world.now += 60.0
+    world.do(lambda r: r.tick(world.now))
+    for id, blamed in (1, 0), (2, -1):
+        world.do(lambda r, id=id, blamed=blamed: r.broken(id, 1, blamed, world.now))
+    assert ids(world.last) == [0, 1, 2]
+
+
 def test_a_number_that_the_journal_lost_is_not_used_again():
     roster = Roster(Rules(least=1, target=1, most=1), 0.0)
     roster.arrive(0, Member(rank=0, host="h", pid=1), 0, 0.0)
@@ -763,6 +804,7 @@ OPS = (
     "slow",
     "wait",
     "host",
+    "sleep",
 )
 
 
@@ -774,7 +816,9 @@ def disturb(world, op, pick):
         return
     if op == "restart":
         world.restart(0.1 + pick % 7, living[:1] if pick % 3 == 0 else ())
-    elif op == "scale":
+    elif op == "sleep":
+        world.sleep(pick % 41 / 10, ticks_first=pick % 2 == 0)
+    elif op == "scale" and world.now >= world.awake_at:
         world.do(lambda r: r.scale(world.rules.least + pick % (world.rules.most - world.rules.least + 1), world.now))
     elif op == "drain" and len(world.hosts) > 1 and host not in world.silent | world.dead:
         world.do(lambda r: r.drain_host(host, world.now))
@@ -805,7 +849,7 @@ def disturb(world, op, pick):
 def well(world):
     view = world.picture().view
     here = {p.name for p in world.living() if p.formed and p.formed == view.number} if view else set()
-    waiting = any(m.state in ("starting", "lost") for m in world.picture().members)
+    waiting = any(m.state in ("starting", "lost", "draining") for m in world.picture().members)
     return (
         bool(here) and here == {(m.id, m.pid) for m in view.members} == {p.name for p in world.living()} and not waiting
     )
@@ -827,6 +871,10 @@ def calm(world):
         assert view is not None, "nobody has a view, and nobody was told so"
         assert {(m.id, m.pid) for m in view.members} == {p.name for p in living}
         assert all(p.formed == view.number for p in living)
+        picture = world.picture()
+        slots = sum(site.slots for site in picture.hosts if site.state == "up" and site.name not in world.dead)
+        spent = sum(m.replaced >= world.rules.replacements for m in picture.members)
+        assert min(picture.target, slots) - spent <= view.size <= picture.target, "not as many as were asked for"
     else:
         assert not any(p.line for p in living if p.host not in world.dead), "somebody waits although the run is over"
     assert all(m.replaced <= world.rules.replacements for m in world.picture().members)

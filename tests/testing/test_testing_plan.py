@@ -22,6 +22,7 @@ EVERYTHING = (
     .fill_disk(step=8, for_s=1)
     .jump_clock(-3600, step=9)
     .jump_clock(5, member=1, step=9)
+    .scale(3, step=9)
 )
 
 
@@ -82,6 +83,8 @@ def test_bad_input() -> None:
         plan.kill(member=1, step=1, at_s=1)
     with pytest.raises(ConfigError, match=r"for_s=-1: must be 0 or more"):
         plan.pause(member=1, for_s=-1)
+    with pytest.raises(ConfigError, match=r"size=-1: must be 0 or more"):
+        plan.scale(-1)
     with pytest.raises(ConfigError, match="signal='KIL': did you mean 'KILL'"):
         plan.kill(member=1, signal="KIL")
     with pytest.raises(ConfigError, match="write it as 100mbit"):

@@ -105,6 +105,11 @@ class Books:
         if seat.state != state:
             seat.state, seat.since = state, now
 
+    @property
+    def short(self) -> bool:
+        """Whether there is a seat too few in which somebody should sit."""
+        return sum(seat.wanted for seat in self.seats.values()) < self.run.target
+
     def able(self, seat: Seat) -> bool:
         """Whether it could take part in a view at once."""
         return seat.here and self._reachable(seat)
@@ -141,10 +146,10 @@ class Books:
         self.watch[seat.id].start_by = self.watch[seat.id].stop_at = None
 
     def revive(self, seat: Seat, now: float) -> None:
-        """One that was lost is there again, in the same process: it stays, and is taken in once it is ready."""
+        """One that was lost is there again, in the same process: it is taken in once it is ready, if it is wanted."""
         if seat.state == "lost" and seat.member is not None and self._reachable(seat):
             self.turn(seat, "ready" if seat.ready else "arrived", now)
-            seat.wanted = seat.instead = True
+            seat.wanted, seat.instead = seat.wanted or self.short, True
             self.watch[seat.id].stop_at = None
 
     def condemn(self, seat: Seat, why: str, now: float) -> None:

@@ -91,7 +91,6 @@ class Roster:
         else:
             self._seating.sit_down(seat, member, view, now)
         books.watch[id].down, books.watch[id].unmet = None, False
-        was = seat.state
         books.revive(seat, now)
         if view > run.number:
             # The journal lost its end: whatever was in that view, the next one has a higher number.
@@ -102,10 +101,10 @@ class Roster:
         books.say(id, Standing(term=run.term, settings=rules.settings, least=rules.least, view=run.view, begun=begun))
         if run.view and view < run.number and (view or id in run.ids):
             books.show_view(id)
-        if was == "lost" and self._seating.going(seat):
-            self._staff.drain(seat, now)
-        elif seat.draining:
+        if seat.draining:
             books.say(id, Drain(run.term))
+        elif self._seating.going(seat):
+            self._staff.drain(seat, now)
         if run.home and id in run.ids:
             books.send_home(id)
         self._forming.settle(now)
@@ -400,6 +399,7 @@ class Roster:
         """We did not listen for a while: what we missed is nobody's fault."""
         books = self._books
         books.hosts.grace(now)
+        books.broken_at = now  # whom they blame may have said so too
         for watch in books.watch.values():
             watch.down = now if watch.down is not None else None
             watch.paused = now if watch.paused is not None else None

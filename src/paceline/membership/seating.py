@@ -31,7 +31,8 @@ class Seating:
         if seat.member is None or view <= seat.held:
             self._check_free(seat, now)
         # Else it was in a later view than who sits there, who was replaced: a full disk kept that out of the journal.
-        seat.member, seat.pid, seat.held, seat.ready, seat.wanted = member, member.pid, view, 0, True
+        seat.member, seat.pid, seat.held, seat.ready = member, member.pid, view, 0
+        seat.wanted = seat.wanted or books.short
         seat.draining = seat.condemned = seat.parting = False
         watch.start_by = watch.paused = watch.stop_at = None
         watch.faults.clear()
@@ -118,6 +119,6 @@ class Seating:
                 self._books.send_home(seat.id)
 
     def going(self, seat: Seat) -> bool:
-        """Whether the host on which it is must go."""
+        """Whether it is to go: the host on which it is must, or there were to be fewer while it was away."""
         host = self._books.hosts.seen.get(seat.host)
-        return seat.here and host is not None and host.going
+        return seat.here and (not seat.wanted or (host is not None and host.going))

@@ -10,16 +10,20 @@ A thread reads the members' status files every two milliseconds, so that a fault
 next; each is noted with the step at which it really happened. On leaving the `with`, whatever still lasts is undone:
 stopped processes go on, hosts meet again, cards get their speed, the disk its room and the clocks their time.
 
-What a fault needs is given to `Faults`: hosts for those of the network, a disk, clocks.
+What a fault needs is given to `Faults`: hosts for those of the network, a disk, clocks. `paceline scale` runs as a
+program of its own, on host 0 where there are hosts; where it was refused, that is noted when it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -81,11 +85,13 @@ class Faults:
         self.injected: list[Injected] = []
         self.pending = list(plan.faults)
         self.members = processes.Members(job.dir)
+        self._dir = job.dir
         self._token = str(getattr(job, "token", ""))
         self._hosts, self._places, self._disk, self._clocks = hosts, places, disk, clocks
         self._rates = [hosts.rate(i) for i in range(hosts.count)] if hosts else []
         self._first = first or (lambda: self.members.first)
         self._undo: list[tuple[float, Callable[[], object]]] = []
+        self._scaling: dict[int, subprocess.Popen[bytes]] = {}  # by place in `injected`
         self._since: dict[int, float] = {}  # when a fault's moment had come, by its id()
         self._error: BaseException | None = None
         self._stop = threading.Event()
@@ -105,13 +111,16 @@ class Faults:
             with contextlib.suppress(Exception):  # the others are to be undone too
                 undo()
         self._undo.clear()
+        for program in self._scaling.values():
+            program.kill()
+            program.communicate()
         if self._error is not None and error is None:
             raise self._error
 
     def wait(self, limit_s: float) -> list[Injected]:
         """Until all have happened and those that last are over; TimedOut says which have not."""
         deadline = time.monotonic() + limit_s
-        while (self.pending or any(until < _EVER for until, _ in self._undo)) and self._thread.is_alive():
+        while self._busy and self._thread.is_alive():
             if time.monotonic() > deadline:
                 left = FaultPlan(self.pending)
                 raise TimedOut(f"waited {limit_s:g} s; at step {self.members.front} there is left: {left}")
@@ -119,6 +128,10 @@ class Faults:
         if self._error is not None:
             raise self._error
         return self.injected
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self.pending or self._scaling) or any(until < _EVER for until, _ in self._undo)
 
     # ---- the thread
 
@@ -130,6 +143,7 @@ class Faults:
                 for fault in self._due(now):
                     self.injected.append(self._inject(fault))
                     self.pending.remove(fault)
+                self._note_scaled()
                 for each in [u for u in self._undo if u[0] <= now]:
                     each[1]()
                     self._undo.remove(each)
@@ -194,8 +208,22 @@ class Faults:
                 member = self._member(fault.target)
                 self._clocks.jump(fault.by_s, member=member)
                 self._undo.append((_EVER, self._clocks.back))
+            case kinds.Scale():
+                self._scaling[len(self.injected)] = self._scale(fault.size)
         pids = tuple(p.pid for p in hit)
         return Injected(fault=fault, step=step, at=time.time(), monotonic=now, pids=pids, missed=missed)
+
+    def _scale(self, size: int) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "paceline", "scale", str(self._dir.absolute()), str(size)]
+        start = partial(self._hosts.popen, 0) if self._hosts else subprocess.Popen
+        return start(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def _note_scaled(self) -> None:
+        for place in [place for place, program in self._scaling.items() if program.poll() is not None]:
+            program = self._scaling.pop(place)
+            output = program.communicate()[0].decode(errors="replace")
+            if program.returncode:
+                self.injected[place] = msgspec.structs.replace(self.injected[place], missed=output.strip())
 
     def _later(self, after_s: float, undo: Callable[[], object]) -> None:
         self._undo.append((time.monotonic() + after_s, undo))
@@ -214,6 +242,9 @@ class Faults:
             agents = processes.find("agent", self._token)[int(number) : int(number) + 1]
             return agents + [p for m in there if (p := self.members.process(m))]
         found = processes.find(kind, self._token) if kind in ("scheduler", "agent", "server") else []
+        if kind == "agent" and self._hosts:
+            there = self._hosts.pids(int(number))
+            return [p for p in found if p.pid in there]
         return found[int(number or 0) : int(number or 0) + 1]
 
     def _member(self, target: str) -> int | None:

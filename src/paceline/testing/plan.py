@@ -10,8 +10,8 @@ A plan does nothing by itself: `Faults` (testing/faults.py) carries it out. `ste
 seen to be done, `at_s=7` seven seconds after the start; several faults at the same step happen at once. `doing` waits
 until a member's status has a word in it, such as "checkpointing", and `after_s` so much longer.
 
-Targets are words: "member 2", "first" (whoever has rank 0), "scheduler", "agent 0", "server 0", "host 1" (all that runs
-there). `member=2` and `member="first"` are short for two of them.
+Targets are words: "member 2", "first" (whoever has rank 0), "scheduler", "agent 0" (of hosts, the one on host 0; else
+the oldest), "server 0", "host 1" (all that runs there). `member=2` and `member="first"` are short for two of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.core.errors import ConfigError, nearest
 from paceline.testing.hosts import Way, bits_per_s
 
 _TARGET = re.compile(r"first|scheduler|(?:member|agent|server|host) \d+")
-KINDS = ("kill", "pause", "partition", "slow", "reset", "corrupt", "fill_disk", "jump_clock")
+KINDS = ("kill", "pause", "partition", "slow", "reset", "corrupt", "fill_disk", "jump_clock", "scale")
 
 
 class _Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -103,7 +103,13 @@ class JumpClock(_Fault, frozen=True, kw_only=True, tag="jump_clock"):
     target: str = "all"
 
 
-Fault = Kill | Pause | Partition | Slow | Reset | Corrupt | FillDisk | JumpClock
+class Scale(_Fault, frozen=True, kw_only=True, tag="scale"):
+    """Somebody asks for another number of members."""
+
+    size: int
+
+
+Fault = Kill | Pause | Partition | Slow | Reset | Corrupt | FillDisk | JumpClock | Scale
 
 
 class Drawn(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +207,10 @@ class FaultPlan:
         word = _target(target if target != "all" else "", member) if target != "all" or member is not None else "all"
         return self._with(JumpClock(by_s=by_s, target=word, **when))
 
+    def scale(self, size: int, **when: Unpack[When]) -> FaultPlan:
+        """Ask for so many members, as `paceline scale` does; of an elastic run."""
+        return self._with(Scale(size=size, **when))
+
     # ---- at random
 
     @classmethod
@@ -256,6 +266,8 @@ class FaultPlan:
                 return self.corrupt(member=member, after_bytes=dice.randrange(1_000_000), **when)
             case "fill_disk":
                 return self.fill_disk(for_s=for_s, **when)
+            case "scale":
+                return self.scale(dice.randrange(members) + 1, **when)
             case _:
                 return self.jump_clock(dice.choice((-3600.0, -5.0, 5.0, 3600.0)), member=member, **when)
 
@@ -300,7 +312,9 @@ class FaultPlan:
     def _with(self, fault: Fault) -> FaultPlan:
         if fault.step is not None and fault.at_s is not None:
             raise ConfigError(f"step={fault.step}, at_s={fault.at_s}: a fault comes at a step or at a time, not both")
-        times = {name: getattr(fault, name, None) for name in ("step", "at_s", "for_s", "after_s", "after_bytes")}
+        times = {
+            name: getattr(fault, name, None) for name in ("step", "at_s", "for_s", "after_s", "after_bytes", "size")
+        }
         for name, value in times.items():
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name}={value}: must be 0 or more")
@@ -342,6 +356,7 @@ def _call(fault: Fault) -> str:
         "host": 0,
         "rate": 1,
         "by_s": 0,
+        "size": 0,
         "step": 2,
         "at_s": 2,
         "doing": 2,
