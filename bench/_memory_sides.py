@@ -1,12 +1,7 @@
-"""What a member of bench.memory does: train a GPT by one of the sides, and tell its peak memory stage by stage.
+"""What a member of bench.memory does: train a GPT by one of the sides, stage by stage.
 
-The peak is the kernel's own high-water mark of resident pages (VmHWM, set back before each stage), so no short peak
-is missed. Pages of shared memory are resident in both members and count half in each: what is subtracted is half of the
-smallest amount that was shared within the stage, also once gradients are dropped, so ours, which alone shares any, is
-never made smaller than it is. Where shared memory comes and goes within a step nothing is subtracted, and it counts
-twice.
-What was there before is subtracted: the process after two steps of a tiny model by the same side, with all that is
-imported, compiled or connected on the way.
+The bench, in its own process, marks the peak of each stage (`_memory_marks.py`). Whatever is imported, compiled or
+connected on the way is there before: two steps of a tiny model by the same side come first.
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +48,6 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(batch: Batch) -> Tensor:
         optimizer.zero_grad()
-        _shared.append(resident()["RssShmem"])
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
@@ -64,7 +57,6 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 _runs: list[Any] = []
-_shared: list[int] = []  # bytes, wherever it may be least
 
 
 def ours(strategy: str = "allreduce", mesh: str = "") -> Side:
@@ -126,47 +118,34 @@ SIDES: dict[str, Side] = {
 }
 
 
-# ---- measuring
+# ---- stages
 
 
-def resident() -> dict[str, int]:
-    """In bytes: the mark, what is resident now, and of that what is shared."""
-    found = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(("VmHWM", "VmRSS", "RssShmem")):
-            name, number, _ = line.split()
-            found[name.removesuffix(":")] = int(number) * 1024
-    return found
+class Stages:
+    """Each begins and ends with nothing kept that is not needed."""
 
+    def __init__(self, sides: dict[str, Side]) -> None:
+        self.sides = sides
+        self.step: Step
 
-def measure(side: Side, size: str, steps: int) -> dict[str, float]:
-    """The peak of each stage in bytes, above what was there before; and the last loss."""
-    step = side(make("tiny"))
-    for number in range(2):
-        step(batch("tiny", number))
-    del step
-    settle()
-    before = resident()
-    base = before["VmRSS"] - before["RssShmem"] // 2
-    peaks: dict[str, float] = {}
-
-    def stage(name: str, work: Callable[[], Any]) -> Any:
+    def before(self, side: str) -> None:
+        self.side = self.sides[side]
+        step = self.side(make("tiny"))
+        for number in range(2):
+            step(batch("tiny", number))
+        del step
         settle()
-        Path("/proc/self/clear_refs").write_text("5")
-        _shared[:] = [resident()["RssShmem"]]
-        done = work()
-        now = resident()
-        peaks[name] = now["VmHWM"] - min(*_shared, now["RssShmem"]) // 2 - base
-        return done
 
-    step = stage("making", lambda: side(make(size)))
-    batches = [batch(size, number) for number in range(steps)]
-    stage("first step", lambda: step(batches[0]))
-    losses = stage("later steps", lambda: [float(step(each)) for each in batches[1:]])
-    settle()
-    now = resident()
-    peaks["between steps"] = now["VmRSS"] - now["RssShmem"] // 2 - base
-    return peaks | {"loss": losses[-1]}
+    def making(self, size: str) -> None:
+        self.size = size
+        self.step = self.side(make(size))
+        settle()
+
+    def train(self, first: int, last: int) -> float:
+        """The last loss."""
+        losses = [float(self.step(batch(self.size, number))) for number in range(first, last)]
+        settle()
+        return losses[-1]
 
 
 def batch(size: str, number: int) -> Batch:
@@ -191,4 +170,5 @@ def finish() -> None:
 def functions(sides: dict[str, Side]) -> dict[str, Callable[..., Any]]:
     """What the benchmark may call."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    return {"measure": lambda side, size, steps: measure(sides[side], size, steps), "finish": finish}
+    stages = Stages(sides)
+    return {"before": stages.before, "making": stages.making, "train": stages.train, "finish": finish}

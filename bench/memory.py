@@ -8,10 +8,10 @@
   ..._malloc                    the same as these processes are started by their users: ours as by `paceline run`, whose
                                 malloc asks for huge pages, peers with malloc's defaults
 
-Two processes, one thread each, batch 4 x 128. The peak is the kernel's high-water mark of resident pages, above what
-the process had before, and what is shared counts once (`_memory_sides.py`). malloc keeps what is freed between larger
-pieces, and what that costs wavers by tens of MB from run to run; so the figures above are measured with blocks of more
-than 64 kB taken from the system one by one, on all sides alike, where peaks repeat within 1 MB. Sides take turns;
+Two processes, one thread each, batch 4 x 128. The peak is the most that a member has held above what it had before,
+mean of both members; what is shared counts once (`_memory_marks.py`). malloc keeps what is freed between larger pieces,
+and what that costs wavers by tens of MB from run to run; so the figures above are measured with blocks of more than
+64 kB taken from the system one by one, on all sides alike, where peaks repeat within a few MB. Sides take turns;
 medians. What is offloaded to host memory means nothing here, where all memory is the host's.
 
 With --device cuda, on one GPU and in one process (`_memory_cuda.py`): the largest GPT that trains, whole and with parts
@@ -24,7 +24,10 @@ import argparse
 import os
 import statistics
 import sys
+from contextlib import ExitStack
+from typing import Any
 
+from bench._memory_marks import Charged, Mark, Sampled, best
 from bench.harness import Figure, Report, arguments, short
 from bench.team import Team
 
@@ -35,7 +38,7 @@ STAGES = {
 }
 WHOLE = ("ours allreduce", ("DDP", "DDP views"))
 _EXACT = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}
-_PARTS = ("making", "first step", "later steps")
+_STEPS = 5
 
 
 def main() -> None:
@@ -53,12 +56,16 @@ def main() -> None:
         sides = [name for name in sides if "DeepSpeed" not in name]
         report.note("no DeepSpeed: install bench/peers/deepspeed.txt somewhere and name it with --deepspeed-python")
     repeats, size = (1, "gpt30m") if options.quick else (3, "gpt30m")
+    way, read = best(), 0
     for suffix in ("",) if options.quick else ("", "_malloc"):
         peaks: dict[str, list[float]] = {name: [] for name in sides}
         for repeat in range(repeats):
             for name in sides if repeat % 2 == 0 else reversed(sides):
-                peaks[name].append(_peak(name, size, options.deepspeed_python, as_launched=bool(suffix)))
+                peak, files = _peak(name, size, options.deepspeed_python, way, as_launched=bool(suffix))
+                peaks[name].append(peak)
+                read = max(read, files)
         _add(report, peaks, suffix)
+    report.note(f"counted: {way.counted}; of it pages of files, at most {read / 1e6:.2f} MB")
     load = os.getloadavg()
     report.note(f"load of the machine in the last 1, 5, 15 minutes: {load[0]:.1f}, {load[1]:.1f}, {load[2]:.1f}")
     return report.finish(options.json)
@@ -70,8 +77,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 
 
-def _peak(side: str, size: str, deepspeed: str, *, as_launched: bool) -> float:
-    """The mean of the members' peaks, in bytes."""
+def _peak(
+    side: str, size: str, deepspeed: str, way: type[Charged | Sampled], *, as_launched: bool
+) -> tuple[float, int]:
+    """The mean of the members' peaks, in bytes; and the most that pages of files can have added to it."""
     from paceline.launch.plan import HUGE_PAGES
 
     ours = side.startswith("ours")
@@ -82,12 +91,32 @@ def _peak(side: str, size: str, deepspeed: str, *, as_launched: bool) -> float:
         team = Team(2, [(command, {**common, **malloc, "BENCH_RANK": str(rank)}) for rank in range(2)], 240.0)
     else:
         team = Team.of(2, "bench.memory", ours=ours, limit_s=240.0, env=malloc)
-    with team:
-        found = team.call("measure", side=side, size=size, steps=5)
+    peaks: dict[str, list[int]] = {}  # above what was there before; a number for each member
+    with ExitStack() as stack, team:
+        marks: list[Mark] = []
+        for pid in team.pids:
+            marks.append(way(pid))
+            stack.callback(marks[-1].close)
+        team.call("before", side=side)
+        before, files = [mark.now() for mark in marks], [mark.files() for mark in marks]
+
+        def stage(part: str, name: str, **arguments: Any) -> list[Any]:
+            for mark in marks:
+                mark.restart()
+            answers = team.call(name, **arguments)
+            peaks[part] = [mark.peak() - had for mark, had in zip(marks, before)]
+            return answers
+
+        stage("making", "making", size=size)
+        stage("first step", "train", first=0, last=1)
+        losses = stage("later steps", "train", first=1, last=_STEPS)
+        between = [mark.now() - had for mark, had in zip(marks, before)]
+        read = max(mark.files() - had for mark, had in zip(marks, files))
         team.call("finish")
-    told = ", ".join(f"{part} {one[part] / 1e6:.0f}" for one in found[:1] for part in (*_PARTS, "between steps"))
-    print(f"{side}: {told} MB; loss {statistics.mean(one['loss'] for one in found):.3f}", file=sys.stderr, flush=True)
-    return statistics.mean(max(one[part] for part in _PARTS) for one in found)
+    means = {part: statistics.mean(found) / 1e6 for part, found in {**peaks, "between steps": between}.items()}
+    told = ", ".join(f"{part} {mean:.0f}" for part, mean in means.items())
+    print(f"{side}: {told} MB; loss {statistics.mean(losses):.3f}", file=sys.stderr, flush=True)
+    return statistics.mean(map(max, *peaks.values())), read
 
 
 def _add(report: Report, peaks: dict[str, list[float]], suffix: str) -> None:

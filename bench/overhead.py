@@ -112,10 +112,10 @@ def _memory(report: Report, quick: bool) -> None:
 
 
 class Peak:
-    """The largest sum of the proportional set sizes of some processes, while the block runs."""
+    """The largest sum of the proportional set sizes of some processes, or of a part of them, while the block runs."""
 
-    def __init__(self, pids: list[int]) -> None:
-        self.pids, self.bytes = pids, 0
+    def __init__(self, pids: list[int], lines: tuple[str, ...] = ("Pss:",)) -> None:
+        self.pids, self.lines, self.bytes = pids, lines, 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -129,16 +129,16 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._end.is_set():
-            self.bytes = max(self.bytes, sum(map(_pss, self.pids)))
+            self.bytes = max(self.bytes, sum(pss(pid, self.lines) for pid in self.pids))
             time.sleep(0.01)
 
 
-def _pss(pid: int) -> int:
+def pss(pid: int, lines: tuple[str, ...]) -> int:
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:  # it has left
         return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(lines))
 
 
 def equality(device: str, steps: int, half: int = 8) -> Figure:
