@@ -78,7 +78,7 @@ class Many:
 
 
 def has(table: Table) -> list[torch.Tensor]:
-    return [slot.parameter.float() for slot in table.slots]
+    return [slot.parameter.to(torch.float32, copy=True) for slot in table.slots]
 
 
 def push(table: Table, seed: int | None, scale: float = 1.0) -> None:
@@ -144,7 +144,10 @@ def test_both_sides_hold_the_same_bit_for_bit(back: str, servers: int, events: l
     many.close()
 
 
-@pytest.mark.parametrize("back", ["quantize(8)", "quantize(4)", "topk(0.125, values=2bit)", "sign"])
+NEARER = {"quantize(8)": 1000, "quantize(4)": 1000, "topk(0.125, values=2bit)": 100, "sign": 1.5}  # so many times
+
+
+@pytest.mark.parametrize("back", NEARER)
 def test_what_is_unsaid_does_not_gather(back: str) -> None:
     """When pushes stop, workers come to the weights of the servers; and then they are the same, once asked for."""
     many = Many(f"nonzero, back={back}", 2)
@@ -153,10 +156,10 @@ def test_what_is_unsaid_does_not_gather(back: str) -> None:
         push(many.tables[step % 2], step, scale=0.1)
         far.append(max(distance(has(table), many.weights) for table in many.tables))
     assert max(far[20:]) < 3 * max(far[:10])
-    for _ in range(60):
+    for _ in range(40):
         push(many.tables[0], None)
         push(many.tables[1], None)
-    assert max(distance(has(table), many.weights) for table in many.tables) < max(far) / 20
+    assert max(distance(has(table), many.weights) for table in many.tables) < max(far) / NEARER[back]
     for table in many.tables:
         table.pull()
         assert equal(has(table), many.weights)
