@@ -229,9 +229,7 @@ def test_shared_memory_needs_no_codes() -> None:
 
 @pytest.mark.parametrize("codec", [EIGHT, "nonzero"])
 @pytest.mark.parametrize("wrong", ["sizes", "bytes", "too many"])
-def test_codes_that_cannot_be_read_end_the_connection(
-    wrong: str, codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_that_cannot_be_read_end_the_connection(wrong: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are they taken where none were asked for."""
     many = Many(codec)
 

@@ -18,7 +18,6 @@ from paceline.testing.together import together
 from paceline.transport.group import Group, solo
 from tests.strategies._apart import Member, Normed, closing, net
 
-
 BOTH_WAYS = "quantize(4), back=quantize(4)"
 
 

@@ -3,8 +3,8 @@
     push   gradient, with what earlier ones left unsaid → codes → the server applies what they say
     back   weights − what this worker has → codes → both add what they say to what it has
 
-Small pieces travel as they are: they are few bytes and matter much. What a codec leaves unsaid of a gradient is added to
-the next one of the same piece; where a push was dropped, what it had said is unsaid again. What it leaves unsaid of
+Small pieces travel as they are: they are few bytes and matter much. What a codec leaves unsaid of a gradient is added
+to the next one of the same piece; where a push was dropped, what it had said is unsaid again. What it leaves unsaid of
 weights is part of the next difference by itself. Weights that a worker asks for, and the first ones that it gets, come
 as they are: from there both sides begin.
 """
@@ -111,9 +111,7 @@ class Trace:
             self._has[index] = weights.clone()
         return (), self._has[index]
 
-    def _codes(
-        self, chunk: Chunk, has: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[tuple[int, ...], torch.Tensor]:
+    def _codes(self, chunk: Chunk, has: torch.Tensor, weights: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
         self._said += 1
         parts = []
         for piece in chunk.pieces:

@@ -329,7 +329,11 @@ class Session:
                 self._channel.close()
 
     def _send_others(self) -> None:
-        while not self._over or self._out:
-            self._more.wait(_LOOK_S)
-            self._more.clear()
-            self._send()
+        try:
+            while not self._over or self._out:
+                self._more.wait(_LOOK_S)
+                self._more.clear()
+                self._send()
+        except Exception:  # a fault of ours, such as no memory for what a worker has: it is not to wait for nothing
+            traceback.print_exc()
+            self._channel.close()
