@@ -81,12 +81,12 @@ def has(table: Table) -> list[torch.Tensor]:
     return [slot.parameter.to(torch.float32, copy=True) for slot in table.slots]
 
 
-def push(table: Table, seed: int | None, scale: float = 1.0) -> None:
+def push(table: Table, seed: int | None, scale: float = 1.0, thread: int = 0) -> None:
     """Gradients by chance; None: zeros."""
     generator = torch.Generator().manual_seed(seed or 0)
     gradients = [torch.randn(shape, generator=generator) * (0.0 if seed is None else scale) for shape in SHAPES]
     gradients[HALF] = gradients[HALF].half()
-    table.push(gradients, [SGD])
+    table.push(gradients, [SGD], thread=thread)
 
 
 def equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
@@ -194,6 +194,22 @@ def test_weights_follow_a_dropped_push_as_after_any_other() -> None:
     assert len(many.tables[1].dropped) == 1
     assert equal(many.weights, there)
     assert distance(has(many.tables[1]), there) < distance(before, there) / 50
+    many.close()
+
+
+def test_threads_of_a_worker_have_what_a_correction_sends_to_them() -> None:
+    """With dana, weights that others have not: whoever pushes, all threads of a worker share its memory."""
+    many = Many(EIGHT, 2, correct="dana(0.9)")
+    for step in range(12):
+        push(many.tables[step % 2], step, scale=0.1, thread=step % 3)
+    shards = [service.tables[0].shard for service in many.services]
+    for shard, trace, part in zip(shards, many.traces(1), many.tables[1]._parts):
+        for index, flat in trace._has.items():
+            ahead = shard.weights(1, index)
+            assert 0 < distance([flat], [ahead]) < distance([shard.stock.weights[index]], [ahead]) / 50
+            for p in part.chunks[index].pieces:
+                mine = many.tables[1].slots[p.tensor].flat[p.start : p.stop]
+                assert torch.equal(mine, flat[p.at : p.at + p.numel])
     many.close()
 
 
