@@ -62,7 +62,7 @@ SIDES: dict[str, dict[str, Any]] = {
         "kind": "ours",
         "every": 60,
         "strategy": "async_local(every=60, lr=1.0, momentum=0.5)",
-        "codec": "quantize(4)",
+        "codec": "quantize(4), back=quantize(4)",
     },
 }
 

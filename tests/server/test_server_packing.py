@@ -130,6 +130,16 @@ def test_codes_that_were_altered_are_refused(codec: str) -> None:
 
 
 def test_codecs_that_need_the_others_are_refused() -> None:
-    for words in ("auto", "lowrank(2)", "quantize(8, shared=True)", "sign, back=sign"):
+    for words in ("auto", "lowrank(2)", "quantize(8, shared=True)", "sign, back=quantize(8, shared=True)"):
         with pytest.raises(ConfigError, match=r"all-reduce|agree"):
             servable(words)
+    for words, told in (
+        ("sign, feedback=False", "is for all-reduce"),
+        ("sign, back=sign, warmup=9", "is for all-reduce"),
+        ("sign, back=dgc(0.01)", "is for gradients, not for weights"),
+        ("sign, back=auto", "unknown codec 'auto'"),
+        ("none, back=sign", "unknown codec 'none'"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            servable(words)
+    assert servable("sign, back=none").back is servable("sign").back is None

@@ -318,8 +318,8 @@ PUSH = m.Push(table=0, view=1, step=1, read=0, weight=1.0, groups=[SGD])
     ("said", "message"),
     [
         ([b"\xc1 nonsense"], "cannot be read"),
-        ([msgspec.structs.replace(OPEN, protocol=0)], "speaks protocol 0, the server 5"),
-        ([{"type": "open", "protocol": 99, "what": "ever"}], "speaks protocol 99, the server 5"),
+        ([msgspec.structs.replace(OPEN, protocol=0)], "speaks protocol 0, the server 6"),
+        ([{"type": "open", "protocol": 99, "what": "ever"}], "speaks protocol 99, the server 6"),
         ([msgspec.structs.replace(OPEN, rank=3)], "as member 3"),
         ([msgspec.structs.replace(OPEN, server=4, table=3)], "no server 4 among 1"),
         ([PUSH], "table 0, which it has not opened"),

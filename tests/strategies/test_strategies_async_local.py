@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from paceline.checkpoint import pack, unpack
 from paceline.core.errors import ConfigError
 from paceline.optim import DelayedNesterov
-from paceline.strategies import AsyncLocal, make_strategy, words_of
+from paceline.strategies import AsyncLocal, Strategy, make_strategy, words_of
 from paceline.testing.together import together
 from paceline.transport.group import Group, solo
 from tests.strategies._apart import Member, Normed, closing, net
+
+BOTH_WAYS = "quantize(4), back=quantize(4)"
 
 
 def adam(p: Any) -> torch.optim.Optimizer:
@@ -59,7 +61,7 @@ def test_one_member_equals_plain_training() -> None:
     assert torch.equal(member.weights, torch.cat([p.detach().reshape(-1) for p in plain.parameters()]))
 
 
-def apart(group: Group, strategy: AsyncLocal, model: torch.nn.Module | None = None) -> Member:
+def apart(group: Group, strategy: Strategy, model: torch.nn.Module | None = None) -> Member:
     return Member(group, strategy, model or net(0), adam, wires=group._wires, limit_s=20.0)
 
 
@@ -162,12 +164,12 @@ def loss_of(model: torch.nn.Module) -> float:
         return float(model(x).square().mean() + model(torch.ones(1, 6)).sum() * 0.1)
 
 
-@pytest.mark.parametrize("codec", ["", "quantize(8)"])
+@pytest.mark.parametrize("codec", ["", "quantize(8)", BOTH_WAYS])
 def test_all_train_and_agree_in_the_end(codec: str) -> None:
     strategy = "async_local(every=4, lr=0.5, momentum=0.0)"  # small steps: how late pushes come is left to the machine
 
     def body(group: Group) -> tuple[torch.Tensor, float]:
-        with closing(apart(group, make_strategy(strategy, codec))) as member:  # type: ignore[arg-type]
+        with closing(apart(group, make_strategy(strategy, codec))) as member:
             member.train(80)
             member.strategy.together(end=True)
             return member.weights, loss_of(member.model)
@@ -216,8 +218,12 @@ def test_weights_that_are_no_numbers_reach_no_server() -> None:
     assert [line for line in told if "member 1 have become infinite or nan" in line] == told != []
 
 
-def test_resumed_equals_uninterrupted() -> None:
+@pytest.mark.parametrize("codec", ["", BOTH_WAYS])
+def test_resumed_equals_uninterrupted(codec: str) -> None:
     """One of two trains, so that the order of pushes is always the same."""
+
+    def made() -> Strategy:
+        return make_strategy("async_local(every=3)", codec)
 
     def train(member: Member, steps: int) -> None:
         if member.group.rank == 0:
@@ -225,7 +231,7 @@ def test_resumed_equals_uninterrupted() -> None:
         member.strategy.together(keep=True)
 
     def whole(group: Group) -> tuple[torch.Tensor, bytes, bytes]:
-        with closing(apart(group, AsyncLocal(every=3))) as member:
+        with closing(apart(group, made())) as member:
             train(member, 7)
             shared = {
                 "strategy": member.strategy.state_dict(),
@@ -239,7 +245,7 @@ def test_resumed_equals_uninterrupted() -> None:
     done = together(2, whole, hosts=["a", "b"])
 
     def again(group: Group) -> torch.Tensor:
-        with closing(apart(group, AsyncLocal(every=3), net(5))) as member:
+        with closing(apart(group, made(), net(5))) as member:
             _, shared, own = done[group.rank]
             state = unpack(shared)
             member.strategy.load_state_dict(state["strategy"])

@@ -33,7 +33,7 @@ class Small(nn.Module):
 
 def train(group: Group, strategy: Strategy, steps: int, *, rate: float = 0.1, **options: Any) -> nn.Module:
     model = Small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, **{"momentum": 0.9, **options})
     world = World(group, wires=group._wires, limit_s=20.0)
     strategy.attach(model, optimizer, world)
     generator = torch.Generator().manual_seed(group.rank)
@@ -197,7 +197,7 @@ def test_servers_are_told_the_options_that_the_optimizer_has() -> None:
         options_of(optimizer)
 
 
-@pytest.mark.parametrize("codec", ["nonzero", "topk(0.1)", "quantize(8)"])
+@pytest.mark.parametrize("codec", ["nonzero", "topk(0.1)", "quantize(8)", "nonzero, back=quantize(8)"])
 def test_codes_travel_between_hosts(codec: str) -> None:
     def body(group: Group) -> list[torch.Tensor]:
         return list(train(group, make_strategy("sync", codec), 5).parameters())
@@ -209,3 +209,36 @@ def test_codes_travel_between_hosts(codec: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, plain))
     else:
         assert not all(torch.equal(a, b) for a, b in zip(first, plain))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts"),
+    [
+        ("sync", "abb"),
+        ("sync(backups=1)", "abc"),
+        ("sync(per_host=True)", "aabb"),
+        ("bounded(staleness=1)", "abc"),
+        ("async(correct='dana(0.9) + drop(4)')", "abc"),
+    ],
+)
+def test_weights_that_come_back_as_codes_train_as_well(strategy: str, hosts: str) -> None:
+    """And all have the same in the end."""
+
+    def body(group: Group, codec: str = "quantize(8), back=quantize(8)") -> list[torch.Tensor]:
+        options = {"momentum": 0.0} if "dana" in strategy else {}
+        return list(train(group, make_strategy(strategy, codec), 5, rate=0.02, **options).parameters())
+
+    first, *others = together(len(hosts), body, hosts=list(hosts))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other))
+    assert all(torch.isfinite(p).all() for p in first)
+    if strategy == "sync":
+        plain, *_ = together(len(hosts), lambda group: body(group, ""), hosts=list(hosts))
+        for p, exact in zip(first, plain):
+            torch.testing.assert_close(p, exact, rtol=0.0, atol=0.01)
+
+
+def test_corrections_that_go_by_what_was_sent_are_refused_where_it_is_known_only_nearly() -> None:
+    for correct in ("compensate", "gap", "drop(4) + compensate + dana(0.9)"):
+        make_strategy(Async(correct=correct), "quantize(8)")
+        with pytest.raises(ConfigError, match=r"(compensate|gap).* goes by the weights that each worker was sent"):
+            make_strategy(Async(correct=correct), "quantize(8), back=quantize(8)")

@@ -24,7 +24,7 @@ from paceline.data.leases import Counted
 from paceline.server import messages as m
 from paceline.server.connection import Connection
 from paceline.server.counting import Batch, batches_of
-from paceline.server.packing import Packer, coded
+from paceline.server.packing import Packer, coded, servable
 from paceline.server.part import Part, Slot
 from paceline.server.placement import Tensor, place
 from paceline.server.port import Port
@@ -79,7 +79,8 @@ class Table:
         self.versions: tuple[int, ...] = ()  # of the weights that are installed, by server
         self._pushed: dict[Batch, int] = {}  # of the last push: in how many pushes each of its batches was
         self._client = client
-        self._slots = [Slot(p) for _, p in tensors]
+        back = bool(rule.codec and servable(rule.codec).back) and any(port.memory is None for port in client.ports)
+        self._slots = [Slot(p, apart=back) for _, p in tensors]
         self._tensors = tuple(t for t, _ in tensors)
         self._placement = place(self._tensors, len(client.ports), cut=cut)
         self._parts = [

@@ -27,7 +27,7 @@ import msgspec
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server.placement import Tensor
 
-PROTOCOL = 5  # raised with every change that an older member would not understand
+PROTOCOL = 6  # raised with every change that an older member would not understand
 MAX_HEADER_BYTES = 1 << 26  # a table of a million parameters
 UPLOADS = "uploads/"  # how courses begin that are of samples which outsiders upload
 
@@ -41,7 +41,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[Options]
     gate: str  # in words
     correct: str = ""  # corrections, in words
-    codec: str = ""  # of pushes that do not go through shared memory, in words
+    codec: str = ""  # of pushes, and behind back= of weights, that do not go through shared memory, in words
 
 
 class Open(msgspec.Struct, frozen=True, tag="open", kw_only=True):
@@ -137,6 +137,7 @@ class Weights(msgspec.Struct, frozen=True, tag="weights", kw_only=True):
     wishes: int  # how often anybody has wished for a pause
     round: int = 0  # with backups: the one under way
     age: int = 0  # of the push that is answered
+    sizes: tuple[int, ...] = ()  # of codes, which say what is to be added: bytes of each piece
 
 
 class State(msgspec.Struct, frozen=True, tag="state", kw_only=True):

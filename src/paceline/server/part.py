@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.codecs import PayloadError
 from paceline.core.errors import Interrupted
 from paceline.server import messages as m
 from paceline.server.connection import Block
-from paceline.server.packing import Packer
+from paceline.server.packing import Packer, add, most
 from paceline.server.placement import Chunk, Piece, dtype_of
 from paceline.server.stock import offsets, room
 from paceline.transport.group import flat_of
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """A parameter, as flat memory on the CPU: its own where it is such, else a copy."""
+    """A parameter, as flat memory on the CPU: its own where it is such, else a copy.
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    `apart`: a copy in any case, into which nothing is written but what comes from servers.
+    """
+
+    def __init__(self, parameter: torch.Tensor, *, apart: bool = False) -> None:
         self.parameter = parameter
         p = parameter.detach()
-        direct = p.device.type == "cpu" and p.is_contiguous()
+        direct = not apart and p.device.type == "cpu" and p.is_contiguous()
         self.flat = p.view(-1) if direct else p.to("cpu", copy=True).contiguous().view(-1)
         self._direct = direct
 
@@ -202,6 +206,8 @@ class Part:
         if message.nbytes == 0 and self._weights is not None:
             place = self._places[message.chunk]
             self._spread(chunk, self._weights[place : place + chunk.nbytes])
+        elif message.sizes:
+            self._add(chunk, message)
         elif message.nbytes != chunk.nbytes:
             raise Interrupted(f"server {self.port.server} sent {message.nbytes} bytes for a chunk of {chunk.nbytes}")
         elif len(chunk.pieces) == 1:
@@ -218,6 +224,22 @@ class Part:
         self._fresh.discard(message.chunk)
         if not self._fresh:
             self._finish()
+
+    def _add(self, chunk: Chunk, message: m.Weights) -> None:
+        """Weights that come as codes: the way from what came before."""
+        back = self.packer.back if self.packer and not self.shared else None
+        if back is None or not 0 <= message.nbytes <= most(back, chunk):
+            raise Interrupted(
+                f"server {self.port.server} sent {message.nbytes} bytes of codes for a chunk of {chunk.nbytes}, and "
+                f"{most(back, chunk) if back else 'none'} at most are expected"
+            )
+        codes = torch.empty(message.nbytes, dtype=torch.uint8)
+        self.port.read(codes)
+        slots = self._table.slots
+        try:
+            add(back, chunk, message.sizes, codes, [slots[p.tensor].flat[p.start : p.stop] for p in chunk.pieces])
+        except PayloadError as error:
+            raise Interrupted(f"server {self.port.server} sent codes that cannot be read: {error}") from None
 
     def state_arrived(self, message: m.State) -> None:
         if message.chunk < 0:

@@ -224,7 +224,7 @@ class Table:
         self.chunks = placement.of(terms.server)
         of = [(server, len(placement.of(server))) for server in range(terms.servers)]
         self.counts = {(number, server): count for server, count in of if count}
-        self.codec = servable(terms.rule.codec) if terms.rule.codec else None
+        self.codecs = servable(terms.rule.codec) if terms.rule.codec else None
         self.places = offsets(self.chunks)
         self.nbytes = room(self.chunks)
         self.block = Block(max(self.nbytes, 1))

@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from paceline.codecs import PayloadError
 from paceline.core.errors import ConfigError, Interrupted, PacelineError
 from paceline.server import messages as m
 from paceline.server.connection import Connection, bytes_of
-from paceline.server.packing import most, unpack
+from paceline.server.packing import Trace, most, unpack
 from paceline.server.placement import dtype_of
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class Session:
         self._inbox: dict[int, torch.Tensor] = {}  # by table: the worker's gradients in shared memory
         self._buffers = Buffers()
         self._held: dict[tuple[int, int], torch.Tensor] = {}  # by table and chunk: what a shard keeps
-        self._out: deque[tuple[bytes, torch.Tensor | None]] = deque()
+        self._traces: dict[int, Trace] = {}  # by table: what the worker has, where weights come back as codes
+        self._out: deque[tuple[m.ToWorker, torch.Tensor | None, bool]] = deque()  # True: weights as they are
         self._sending = threading.Lock()
         self._more = threading.Event()  # there is something to send that this worker's own words have not set free
         self._room = threading.Event()  # something has been sent
@@ -96,7 +98,7 @@ class Session:
         self._tables[table.number] = table
         self._say(m.Opened(table.number, table.shard.version, clock))
 
-    def send_weights(self, table: Table, index: int) -> None:
+    def send_weights(self, table: Table, index: int, *, exact: bool = False) -> None:
         """These weights may go out now; what the worker has sent for them is not needed any more."""
         if (buffer := self._held.pop((table.number, index), None)) is not None:
             self._buffers.give(buffer)
@@ -113,12 +115,12 @@ class Session:
             round=table.shard.round,
             age=table.shard.age(self.rank),
         )
-        self._say(message, None if shared else weights)
+        self._say(message, None if shared else weights, exact=exact)
 
     def send_all_weights(self, table: Table) -> None:
         table.shard.pulls(self.rank)
         for index in range(len(table.chunks)):
-            self.send_weights(table, index)
+            self.send_weights(table, index, exact=True)
 
     def send_state(self, table: Table) -> None:
         """All of the optimizer's state."""
@@ -147,9 +149,9 @@ class Session:
             self._say(m.Refused(kind, "; ".join([str(error), *halves])))
             self._over = True
 
-    def _say(self, message: m.ToWorker, body: torch.Tensor | None = None) -> None:
+    def _say(self, message: m.ToWorker, body: torch.Tensor | None = None, *, exact: bool = False) -> None:
         if not self._over:
-            self._out.append((m.encode(message), body))
+            self._out.append((message, body, exact))
             if threading.current_thread() is not self._threads[0]:
                 self._more.set()
 
@@ -240,6 +242,8 @@ class Session:
         if wish.shared and memory and table.nbytes:  # without the lock: this worker may be slow to give its memory
             self._inbox[table.number] = memory.take(f"in-{table.number}", table.nbytes, self._service.limit_s)
             memory.give(f"out-{table.number}", table.block)
+        elif table.codecs and table.codecs.back:
+            self._traces[table.number] = Trace(table.codecs.back, table.chunks, rank=self.rank)
         self._do(lambda: self._join(table))
 
     def _take_push(self, push: m.Push) -> None:
@@ -250,8 +254,8 @@ class Session:
             part = self._next()
             if not isinstance(part, m.Part) or part.chunk != index:
                 raise ConfigError(f"member {self.rank} pushed no part {index}")
-            if table.codec and inbox is None:
-                fits = 0 <= part.nbytes <= most(table.codec, chunk)
+            if table.codecs and inbox is None:
+                fits = 0 <= part.nbytes <= most(table.codecs.push, chunk)
             else:
                 fits = part.nbytes == (0 if inbox is not None else chunk.nbytes)
             if not fits:
@@ -259,11 +263,11 @@ class Session:
             if any(not 0 <= piece < len(chunk.pieces) for piece in part.missing):
                 raise ConfigError(f"member {self.rank} leaves out pieces that chunk {index} does not have")
             buffer = None
-            if table.codec and inbox is None:
+            if table.codecs and inbox is None:
                 codes = torch.empty(part.nbytes, dtype=torch.uint8)
                 self._channel.recv_raw_into(bytes_of(codes), self._service.limit_s)
                 try:
-                    raw = unpack(table.codec, chunk, part.sizes, codes).view(torch.uint8)
+                    raw = unpack(table.codecs.push, chunk, part.sizes, codes).view(torch.uint8)
                 except PayloadError as error:
                     raise ConfigError(f"member {self.rank} pushed codes that cannot be read: {error}") from None
             elif inbox is None:
@@ -312,8 +316,11 @@ class Session:
         with self._sending:
             try:
                 while self._out:
-                    head, body = self._out.popleft()
-                    self._channel.send(head)
+                    message, body, exact = self._out.popleft()
+                    if isinstance(message, m.Weights) and body is not None and message.table in self._traces:
+                        sizes, body = self._traces[message.table].say(message.chunk, body, exact=exact)
+                        message = msgspec.structs.replace(message, nbytes=body.nbytes, sizes=sizes)
+                    self._channel.send(m.encode(message))
                     if body is not None and body.numel():
                         self._channel.send_raw(bytes_of(body))
                     self._room.set()
@@ -322,7 +329,11 @@ class Session:
                 self._channel.close()
 
     def _send_others(self) -> None:
-        while not self._over or self._out:
-            self._more.wait(_LOOK_S)
-            self._more.clear()
-            self._send()
+        try:
+            while not self._over or self._out:
+                self._more.wait(_LOOK_S)
+                self._more.clear()
+                self._send()
+        except Exception:  # a fault of ours, such as no memory for what a worker has: it is not to wait for nothing
+            traceback.print_exc()
+            self._channel.close()

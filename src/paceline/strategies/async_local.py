@@ -56,7 +56,7 @@ class AsyncLocal(Served):
 
     def take(self, codec: str) -> None:
         super().take(codec)
-        momentum: float = getattr(servable(codec), "momentum", 0.0) if self.codec else 0.0
+        momentum: float = getattr(servable(codec).push, "momentum", 0.0) if self.codec else 0.0
         if momentum:
             raise ConfigError(f"codec {codec} is for gradients, whose momentum it keeps: use topk for differences")
 

@@ -31,7 +31,7 @@ from paceline.server.placement import Tensor
 from paceline.server.pushes import readings_of
 from paceline.server.rounds import agree
 from paceline.server.service import Service
-from paceline.staleness import Correction, make_corrections
+from paceline.staleness import Chain, Correction, Stage, make_corrections
 from paceline.strategies.fetched import Fetched
 from paceline.strategies.front import Front, front_of
 from paceline.strategies.held import Held
@@ -78,10 +78,17 @@ class Served:
         self._fetched = Fetched()  # of the servers' state, for a checkpoint
 
     def take(self, codec: str) -> None:
-        """Push by this codec, in words."""
-        self.codec = "" if codec == "none" else codec
-        if self.codec:
-            servable(codec)
+        """Push by this codec, in words; behind back= is the one in which weights come back."""
+        codec = "" if codec == "none" else codec
+        back = servable(codec).back if codec else None
+        parts = self._correct.parts if isinstance(self._correct, Chain) else (self._correct,)
+        for part in parts if back else ():
+            if part and part.reads and part.stage != Stage.GATHER:
+                raise ConfigError(
+                    f"codec {codec!r}: {part.words} goes by the weights that each worker was sent, and with back= a "
+                    "worker has them only nearly: leave out one of the two"
+                )
+        self.codec = codec
 
     # ---- the contract
 
