@@ -86,15 +86,19 @@ class Agreement:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, side: dict[str, Any], samples: int) -> None:
         self.model, self.forward, self.optimizer = model, model, optimizer
         self._strategy: Any = None
+        self._wires: Any = None  # of its own
         self._samples = samples
         self.computed: Callable[[], object] = lambda: None  # called after each backward
         if side["kind"] == "ours":
-            from paceline.strategies import World, make_strategy
+            from paceline.strategies import AsyncLocal, World, make_strategy
 
-            self._group = network.members().subgroup(range(workers.SIZE))
-            site = f"site-{2 * workers.RANK // workers.SIZE}"
-            self._world = World(self._group, wires=network.wires(), site=site)
             self._strategy = make_strategy(side["strategy"], side.get("codec", ""))
+            if isinstance(self._strategy, AsyncLocal):
+                self._wires, self._group = network.meet_again()
+            else:
+                self._group = network.members().subgroup(range(workers.SIZE))
+            site = f"site-{2 * workers.RANK // workers.SIZE}"
+            self._world = World(self._group, wires=self._wires, site=site)
             self._strategy.attach(model, optimizer, self._world)
         elif side["kind"] in ("ddp", "post_local"):
             workers.gloo()
@@ -137,6 +141,8 @@ class Agreement:
         if self._strategy:
             self._strategy.close()
             self._group.close()
+            if self._wires:
+                self._wires.close()
 
 
 def _post_local(model: nn.Module, optimizer: torch.optim.Optimizer, every: int) -> torch.optim.Optimizer:

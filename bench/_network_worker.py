@@ -236,29 +236,42 @@ def members() -> Any:
     return _groups[0]
 
 
-def wires() -> Any:
-    """Those that it is from."""
-    return _wires[0]
-
-
 def describe() -> str:
     """Open this member's own end of the wires; how the others will see it."""
-    from paceline.transport.wires import Wires
-
-    _wires.append(Wires(TOKEN, os.environ["BENCH_ADDRESS"]))
-    return msgspec.json.encode(_wires[0].describe(workers.RANK, os.environ["BENCH_HOST"])).decode()
+    made, told = _described()
+    _wires.append(made)
+    return told
 
 
 def connect(described: list[str]) -> None:
     """Join the others, by ours and by gloo."""
+    _groups.append(_joined(_wires[0], described))
+    workers.gloo()
+
+
+def meet_again() -> tuple[Any, Any]:
+    """Further wires and a group on them: servers take their workers' channels by name, once."""
+    made, told = _described()
+    described = [""] * workers.SIZE
+    dist.all_gather_object(described, told)
+    return made, _joined(made, described)
+
+
+def _described() -> tuple[Any, str]:
+    from paceline.transport.wires import Wires
+
+    made = Wires(TOKEN, os.environ["BENCH_ADDRESS"])
+    return made, msgspec.json.encode(made.describe(workers.RANK, os.environ["BENCH_HOST"])).decode()
+
+
+def _joined(wires: Any, described: list[str]) -> Any:
     from paceline.core.status import Status
     from paceline.core.view import Member, View
     from paceline.transport.group import Group
 
     everyone = tuple(msgspec.json.decode(text, type=Member) for text in described)
-    _wires[0].join(View(number=1, members=everyone), workers.RANK, limit_s=120.0, status=Status(None))
-    _groups.append(Group(_wires[0], range(workers.SIZE)))
-    workers.gloo()
+    wires.join(View(number=1, members=everyone), workers.RANK, limit_s=120.0, status=Status(None))
+    return Group(wires, range(workers.SIZE))
 
 
 def make(name: str, task: str, side: dict[str, str], compute: dict[str, Any]) -> None:
