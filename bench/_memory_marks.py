@@ -13,6 +13,7 @@ is missed. It charges page tables too, and pages of files that are read for the 
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Protocol
 
@@ -101,8 +102,6 @@ _MEMORY = ("Pss_Anon:", "Pss_Shmem:")
 
 def best() -> type[Charged | Sampled]:
     """What this machine allows."""
-    import subprocess
-
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             mark = Charged(process.pid)

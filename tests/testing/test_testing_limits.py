@@ -14,7 +14,8 @@ from paceline.core.errors import ConfigError
 from paceline.testing import limits as limited
 from paceline.testing.limits import Limits
 
-needs_limits = pytest.mark.skipif(bool(Limits.missing()), reason=Limits.missing())
+MISSING = Limits.missing()
+needs_limits = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 HOLD = "import sys; held = b'x' * int(sys.argv[1]); print(len(held))"
 BURN = """
@@ -131,3 +132,16 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_groups_that_cannot_be_made_are_told_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a container that shows control groups without leave to change them."""
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "none"):
+        monkeypatch.setattr(limited, "_where", lambda *_, place=place: dict.fromkeys(("memory", "cpu"), place))
+        assert "control groups" in Limits.missing()
+        with pytest.raises(OSError), Limits(memory_bytes=1 << 26, cores=0.1):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
